@@ -185,8 +185,9 @@ def predict(job: Job, machine: Machine, world: int, strategy: str) -> Prediction
     count = max(1, round(job.parameters / BUCKET))
     bucket = _sums(machine, strategy, size / count, *place) / 1e3
     overlapped = alone + _exposed(job, bucket, count)
-    pieces = 2 * job.itemsize / parts if parts > 1 else 0  # of gradients and parameters
-    state = 2 * job.itemsize + pieces + (12 if job.itemsize == 2 else 8) / parts
+    masters = 4 if job.itemsize == 2 or parts > 1 else 0
+    pieces = job.itemsize if parts > 1 else 0  # of gradients, side by side
+    state = 2 * job.itemsize + (masters + 8 + pieces) / parts
     return Prediction(
         world, strategy, alone + ms, gather + ms, job.step / (alone + ms), state, overlapped,
         job.step / overlapped,

@@ -211,6 +211,20 @@ class Optimizer:
         w = self.workspace
         return w.masters, w.my_grads, *[getattr(w, name) for name in self.moments], self.state
 
+    def _launches(self):
+        """Yield the arguments of each launch of an update: buffers, and the others by name.
+
+        One; or where a part of the masters is held, and the pieces of the 16-bit parameters that it
+        belongs to lie apart, one for each.
+        """
+        w, (*buffers, state) = self.workspace, self._buffers()
+        if w.part is None or w.model is None:
+            yield (*buffers, state), {"model": w.model, "decay": w.decay}
+            return
+        for place, mine in zip(w.places, w.my_params, strict=True):
+            blocks = slice(place.start // DECAY_BLOCK, place.stop // DECAY_BLOCK)
+            yield (*[x[place] for x in buffers], state), {"model": mine, "decay": w.decay[blocks]}
+
     def _update(self):
         raise NotImplementedError
 
@@ -285,11 +299,8 @@ class AdamW(Optimizer):
         super().__init__(model, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **common)
 
     def _update(self):
-        w = self.workspace
-        adamw(
-            *self._buffers(), model=w.model, decay=w.decay, decoupled=self.decoupled,
-            **self.constants,
-        )  # fmt: skip
+        for buffers, others in self._launches():
+            adamw(*buffers, **others, decoupled=self.decoupled, **self.constants)
 
 
 class Adam(AdamW):
@@ -342,8 +353,8 @@ class Lion(Optimizer):
         super().__init__(model, betas=tuple(betas), weight_decay=weight_decay, **common)
 
     def _update(self):
-        w = self.workspace
-        lion(*self._buffers(), model=w.model, decay=w.decay, **self.constants)
+        for buffers, others in self._launches():
+            lion(*buffers, **others, **self.constants)
 
 
 class SGD(Optimizer):
@@ -369,10 +380,8 @@ class SGD(Optimizer):
         super().__init__(model, **common)
 
     def _update(self):
-        w = self.workspace
-        *buffers, state = self._buffers()
-        velocity = None if not self.moments else buffers.pop()
-        sgd(*buffers, velocity, state, model=w.model, decay=w.decay, **self.constants)
+        for (params, grads, *velocity, state), others in self._launches():
+            sgd(params, grads, *velocity or [None], state, **others, **self.constants)
 
 
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "lamb": Lamb, "lion": Lion, "sgd": SGD}

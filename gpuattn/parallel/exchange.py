@@ -109,10 +109,10 @@ class Exchange:
             self._gather(self._workspace.my_params, self._workspace.params)
 
     def _gather(self, mine, whole):
-        """Write the parts of all ranks to a whole flat buffer."""
+        """Write the pieces of all ranks, ``mine`` for each bucket, to a whole flat buffer."""
         with self._group.grouped():
-            for bucket, place in zip(self._workspace.buckets, self._workspace.places, strict=True):
-                self._group.all_gather(mine[place], whole[bucket])
+            for bucket, piece in zip(self._workspace.buckets, mine, strict=True):
+                self._group.all_gather(piece, whole[bucket])
 
     def _norms_of_parts(self):
         """Return an array with the norm of all gradients: those of the parts, and zeros."""
@@ -132,7 +132,7 @@ class Exchange:
         for name, array in arrays.items():
             if array.size == self._workspace.masters.size:
                 every = get_xp(array).empty(self._workspace.size, array.dtype)
-                self._gather(array, every)
+                self._gather([array[place] for place in self._workspace.places], every)
                 array = every
             found[name] = np.array(to_cpu(array))
         return found

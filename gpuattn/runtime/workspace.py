@@ -56,8 +56,9 @@ class Workspace:
     of Tensors without ``requires_grad``, which move to the device and, if of floats, the dtype.
     ``saved``: elements of a flat buffer in a file, whatever ``parts`` are. ``buckets``: slices of
     ``params`` and ``grads``, see ``runtime.buckets``; ``places``: for each the slice of ``masters``
-    and the others that holds this part's piece of it, or the bucket. ``my_params``, ``my_grads``:
-    the 16-bit parameters, or ``masters``, and the gradients of these pieces side by side, or all.
+    and the others that holds this part's piece of it, or the bucket. ``my_params``: for each a view
+    of this part's piece of the 16-bit parameters, or of ``masters``. ``my_grads``: the gradients of
+    these pieces side by side, or all.
     ``on_sync``: None, or a function that ``sync_model`` calls last, which brings the other parts of
     ``params``. ``initial``: the parameters on the host, (size,) float32, if only a part is held;
     set it to None to free it.
@@ -99,9 +100,11 @@ class Workspace:
             self.model = self.params
         if part is not None:
             self.masters = self.own_part(self.masters)
-            self.model = None if self.model is None else self.own_part(self.model)
             decay = self.own_part(decay.repeat(DECAY_BLOCK))[::DECAY_BLOCK].copy()
-        self.my_params = self.masters if self.model is None else self.model
+        self.my_params = [
+            self.masters[place] if self.model is None else self.model[piece]
+            for place, piece in zip(self.places, self._pieces, strict=True)
+        ]
         self.decay = to_device(decay)
         self.moments = tuple(moments)
         for name in self.moments:
@@ -210,7 +213,8 @@ class Workspace:
     def sync_model(self) -> None:
         """Round the masters into the model's 16-bit parameters, if it has any; call ``on_sync``."""
         if self.model is not None:
-            self.model[...] = self.masters
+            for place, mine in zip(self.places, self.my_params, strict=True):
+                mine[...] = self.masters[place]
         if self.on_sync is not None:
             self.on_sync()
 

@@ -48,7 +48,7 @@ def test_two_gpus_lie_where_the_limits_of_an_all_reduce_say(name, at_two):
     assert low <= scale.predict(job, machine, 2, "all-reduce").efficiency <= high
     shared = scale.predict(job, machine, 2, "node")
     assert shared.step - shared.wire == pytest.approx(job.step - job.update / 2)
-    assert shared.state == 12 and scale.predict(job, machine, 2, "all-reduce").state == 16
+    assert shared.state == 11 and scale.predict(job, machine, 2, "all-reduce").state == 16
 
 
 @pytest.mark.parametrize("name, at_two", [

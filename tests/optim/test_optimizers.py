@@ -20,6 +20,7 @@ def workspace(xp, size=256, model=None):
         exp_avg_sq=xp.zeros(size, np.float32),
         decay=xp.asarray(np.arange(size // 128, dtype=np.uint8) % 2),
         model=model,
+        part=None,
         slots={"first": (0, 100), "second": (128, 256)},
     )
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpuattn import Tensor, nn
+from gpuattn import Tensor, nn, optim
 from gpuattn.runtime import buckets
 from gpuattn.runtime.workspace import Workspace
 
@@ -146,15 +146,39 @@ def test_the_pieces_of_all_parts_are_the_whole(monkeypatch, parts, dtype):
     for part in range(parts):
         w = Workspace(Model((0,)), dtype=dtype, parts=parts, part=part)
         assert w.buckets == whole.buckets and w.masters.size == whole.size // parts
-        assert w.my_grads.size == w.my_params.size == w.masters.size
-        assert (w.my_params is w.model) == (dtype != "float32")
-        for bucket, place in zip(w.buckets, w.places, strict=True):
+        assert w.my_grads.size == w.masters.size
+        for bucket, place, mine in zip(w.buckets, w.places, w.my_params, strict=True):
+            assert np.shares_memory(mine, w.masters if dtype == "float32" else w.params)
             each = (bucket.stop - bucket.start) // parts
             piece = slice(bucket.start + part * each, bucket.start + (part + 1) * each)
             assert np.isnan(found[piece]).all()
             found[piece] = w.masters[place]
             decay[piece] = w.decay.repeat(128)[place]
-            assert w.my_params[place].tobytes() == whole.params[piece].tobytes()
+            assert mine.tobytes() == whole.params[piece].tobytes()
         assert w.own_part(whole.masters).tobytes() == w.masters.tobytes()
     assert found.tobytes() == whole.masters.tobytes()
     assert decay.tobytes() == whole.decay.repeat(128).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "SGD"])
+def test_parts_are_updated_as_the_whole_is(monkeypatch, kind, dtype):
+    """16-bit parameters are written where they lie; no copy of a part is held."""
+    monkeypatch.setattr(buckets, "BUCKET", 200)
+
+    def updated(**own):
+        w = Workspace(Model((0,)), dtype=dtype, parts=2, moments=("exp_avg", "exp_avg_sq"), **own)
+        optimizer = getattr(optim, kind)(w, lr=0.1, weight_decay=0.1)
+        rng = np.random.default_rng(0)
+        for _ in range(3):
+            w.grads[...] = rng.standard_normal(w.size)
+            w.my_grads[...] = w.grads if w.part is None else w.own_part(w.grads)
+            optimizer.update(0.1)
+        return w
+
+    whole, first, second = updated(), updated(part=0), updated(part=1)
+    assert len(first.buckets) > 1
+    for w in (first, second):
+        assert w.masters.tobytes() == w.own_part(whole.masters).tobytes()
+        for mine, place in zip(w.my_params, w.places, strict=True):
+            assert mine.tobytes() == w.own_part(whole.params)[place].tobytes()
