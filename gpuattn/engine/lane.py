@@ -14,13 +14,14 @@ MOST_READ = 2  # results that are being read; beyond, their oldest is waited for
 
 
 class Request(NamedTuple):
-    """What a slot works on: the tokens of a source or prompt, and the most new tokens.
+    """What a slot works on: the tokens of a source, or of a prompt as int32 (n,), and the most new
+    tokens.
 
     ``prefix``: the tokens that a translation begins with. ``number``, ``key``: of a sampled text,
     as of ``decode.sample.sample``. ``owner``: who asked.
     """
 
-    tokens: Sequence[int]
+    tokens: Any
     limit: int
     prefix: Sequence[int] = ()
     number: int = 0
