@@ -136,7 +136,7 @@ class Translator(nn.Module):
 
     def _embed(self, tokens):
         x = F.embedding(tokens, self.source.weight) * self.case.width**0.5
-        return self.dropout(x + self.positions)
+        return self.dropout(x + self.positions.to(x.dtype))
 
 
 class GPT(nn.Module):
@@ -176,7 +176,8 @@ class ViT(nn.Module):
         side, count = self.case.patch, len(images)
         across = self.case.image // side
         x = images.view(count, across, side, across, side, 3).permute(0, 1, 3, 2, 4, 5)
-        x = self.patch(x.reshape(count, across**2, -1) / 127.5 - 1)
+        x = x.reshape(count, across**2, -1) / 127.5 - 1
+        x = self.patch(x.to(self.patch.weight.dtype))
         first = self.class_token.to(x.dtype).expand(count, 1, -1)
         x = torch.cat([first, x], 1) + self.positions
         for layer in self.layers:

@@ -18,6 +18,8 @@ from gpuattn.errors import UnsupportedError
 class Peer:
     """The model of a ``train.Ours`` in PyTorch, with its first weights, its inputs and AdamW."""
 
+    autocast = True  # False: something else keeps the model in bfloat16
+
     def __init__(self, case: Step, ours: Any) -> None:
         torch = torch_here()
         self.case = case
@@ -25,16 +27,19 @@ class Peer:
             self._loss = torch.zeros(())
         self.read(ours.inputs)
         self.model, self._first = self._new_model(ours)
-        parameters = list(self.model.parameters())
+        self.optimizer = self._new_optimizer()
+        self.restart()
+
+    def _new_optimizer(self):
+        case, parameters = self.case, list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
+        return torch_here().optim.AdamW(
             groups, lr=case.learning_rate, betas=case.betas, eps=case.eps, fused=True,
             capturable=True,
         )  # fmt: skip
-        self.restart()
 
     def _new_model(self, ours):
         """Return the model, and its first weights on the host."""
@@ -70,10 +75,10 @@ class Peer:
     def step(self, model: Any) -> None:
         """Update the parameters once, with the gradients that ``model`` computes."""
         torch = torch_here()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.autocast):
             loss = model(*self.inputs)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._loss.copy_(loss.detach())

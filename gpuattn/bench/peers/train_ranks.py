@@ -1,9 +1,9 @@
-"""PyTorch's training step on several GPUs, a process for each: the step of ``peers.train`` in DDP.
+"""PyTorch's training step on several GPUs, a process for each: ``peers.train`` in DDP or FSDP2.
 
-In all of them gradients are views of buckets and are summed in bfloat16. "torch-ddp": DDP compiled,
+All of them sum gradients in bfloat16; those of DDP are views of buckets. "torch-ddp": DDP compiled,
 which cuts the graph at buckets. "torch-ddp-static": of the compiled model, with a static graph.
 "torch-ddp-graph": the same as one CUDA graph. "torch-zero": the first, whose ranks share the update
-by a ZeroRedundancyOptimizer.
+by a ZeroRedundancyOptimizer. "torch-fsdp": ``shared_model`` compiled, without autocast.
 """
 
 import contextlib
@@ -28,9 +28,18 @@ class Parallel(Peer):
         self._name, self.is_captured = name, name == "torch-ddp-graph"
         torch = torch_here()
         torch.cuda.synchronize()
+        torch._dynamo.reset()
+        if name == "torch-fsdp":
+            self._wrapped = torch.compile(shared_model(self.model), dynamic=False)
+            self.optimizer, self.autocast = self._new_optimizer(), False
+            self._first = {name: x.clone() for name, x in self.model.state_dict().items()}
+        else:
+            self._wrapped = self._ddp(torch)
+
+    def _ddp(self, torch):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        torch._dynamo.reset()
+        name = self._name
         static = name in ("torch-ddp-static", "torch-ddp-graph")
         model = torch.compile(self.model, dynamic=False) if static else self.model
         side = torch.cuda.Stream()  # so that a capture finds no work on the default stream
@@ -44,7 +53,7 @@ class Parallel(Peer):
         torch.cuda.current_stream().wait_stream(side)
         if name == "torch-zero":
             self.optimizer = self._sharded(torch)
-        self._wrapped = wrapped if static else torch.compile(wrapped, dynamic=False)
+        return wrapped if static else torch.compile(wrapped, dynamic=False)
 
     def _sharded(self, torch):
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -74,6 +83,27 @@ class Parallel(Peer):
         for _ in range(warm_ups):
             self.run()
         return timing.capture(self._name, lambda: self, [()])
+
+
+def shared_model(model: Any) -> Any:
+    """Let FSDP2 share parameters and gradients of a ``torch_models`` model among all ranks.
+
+    Each layer is gathered and summed in one call, and so is the rest, with its tables. Gathered
+    parameters are kept for the backward pass, as in ZeRO-2: memory is no matter here. Returns the
+    model, changed in place. UnsupportedError before PyTorch 2.6.
+    """
+    import torch
+
+    try:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    except ImportError as error:
+        raise UnsupportedError(f"FSDP2 needs PyTorch 2.6, this is {torch.__version__}") from error
+    from gpuattn.bench.peers.torch_models import Layer
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for part in [*(m for m in model.modules() if isinstance(m, Layer)), model]:
+        fully_shard(part, mp_policy=policy, reshard_after_forward=False)
+    return model
 
 
 def take_card(ranks: Communicator) -> None:

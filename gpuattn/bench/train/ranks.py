@@ -35,7 +35,7 @@ WAYS = {  # name: (whether ranks share the update, whether the exchange overlaps
 }  # fmt: skip
 TURNS, SECONDS, LEAST, MOST = 5, 1.0, 20, 200  # of each: turns, seconds of one, samples in it
 WARM_UPS = 12  # DDP wants 11 before a capture
-PEERS = ("torch-ddp", "torch-ddp-static", "torch-ddp-graph", "torch-zero")
+PEERS = ("torch-ddp", "torch-ddp-static", "torch-ddp-graph", "torch-zero", "torch-fsdp")
 
 
 class RankUpdates(Updates):

@@ -64,7 +64,7 @@ def command(
 
     With and without CUDA graphs: the step that gpuattn train runs. --batch 8 --batch 128: each
     model with each of these batches. --gpus: the step of several GPUs, each with such a batch,
-    beside that of one; --peers then times PyTorch's DistributedDataParallel.
+    beside that of one; --peers then times PyTorch's DDP and FSDP2.
     """
     code = run_on(gpus, device, ["gpuattn", "bench", "train", *ctx.meta["arguments"]])
     if code is not None:
