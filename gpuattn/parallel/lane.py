@@ -50,6 +50,7 @@ class Lane:
         ``waits``: whether the stream waits for the one that is current now.
         """
         current = self._cuda.get_current_stream()
+        self.seconds()  # drops the events of waits that are over
         if waits:
             self.stream.wait_event(self._event_on(current))
         with self.stream:

@@ -18,23 +18,27 @@ GRACE = 10.0  # seconds that the other ranks have to end once one has failed
 KILL = 5.0  # seconds from SIGTERM to SIGKILL
 TURN = 0.05  # seconds between looks at the ranks
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TYPED = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to all of its foreground group
 
 
-def spawn(count: int, command: Sequence[str]) -> int:
+def spawn(count: int, command: Sequence[str], reads: bool = False) -> int:
     """Run ``command`` as ``count`` ranks, and return their exit code.
 
     It is that of the first rank that failed, 128 and the number for a signal. Signals to this
     process go to all ranks, once. If one fails, the others get GRACE seconds to end by themselves;
-    if this process dies, they end as by SIGTERM. Rank 0 alone has the standard input.
+    if this process dies, they end as by SIGTERM. Rank 0 alone has the standard input. ``reads``:
+    whether it reads it: a terminal stops whoever does so outside of its foreground group, so that
+    rank 0 is then in the group of this process.
     """
     server = socket.create_server(("127.0.0.1", 0))
     leash, held = os.pipe()
     common = {RANKS: str(count)}
     meeting = f"{server.getsockname()[1]}:{leash}:{secrets.token_hex(16)}"
     ranks: list[subprocess.Popen] = []
+    joins = reads and os.isatty(0)
 
     def forward(number, frame):
-        for rank in ranks:
+        for rank in ranks[joins and number in TYPED :]:
             if rank.poll() is None:
                 rank.send_signal(number)
 
@@ -45,7 +49,8 @@ def spawn(count: int, command: Sequence[str]) -> int:
                 fd = server.fileno() if rank == 0 else -1
                 given = common | {RANK: str(rank), MEETING: f"{fd}:{meeting}"}
                 ranks.append(subprocess.Popen(
-                    command, env=os.environ | given, process_group=0,
+                    command, env=os.environ | given,
+                    process_group=None if joins and rank == 0 else 0,
                     stdin=None if rank == 0 else subprocess.DEVNULL,
                     pass_fds=(leash, fd) if rank == 0 else (leash,),
                 ))  # fmt: skip

@@ -398,8 +398,3 @@ def _equal(a, b):
 def _is_observed():
     """Return whether ops are looked at one by one, or only rehearsed."""
     return rehearsing.get() or frozen.is_debugging() or is_hooked()
-
-
-@functools.cache
-def _has_gpu(cupy):
-    return cupy.cuda.is_available()

@@ -138,8 +138,11 @@ class Replays:
             del self.graphs[key]
 
     def _is_captured(self, key, step, together):
+        agree = self._agree if together else None
+        if agree is not None and not agree(not self._refused):
+            return False  # a rank that captured alone could wait for the others there
         captured = not self._refused and self._capture(key, step)
-        if together and self._agree is not None and not self._agree(captured):
+        if agree is not None and not agree(captured):
             self.graphs[key] = None
             return False
         return captured

@@ -123,12 +123,14 @@ class Workspace:
         """Replace the buffer of gradients by one in another dtype; their values are lost."""
         self.grads: Any = None
         self.my_grads: Any = None
+        for tensor in self.tensors.values():  # views, which would keep the memory of the old one
+            tensor.grad = tensor.grad_slot = None
         xp = get_xp(self.params)
         self.grads = xp.zeros(self.size, dtype)
         self.my_grads = self.grads if self.part is None else xp.zeros(self.masters.size, dtype)
         for name, slot in self.slices(self.grads).items():
             tensor = self.tensors[name]
-            tensor.grad, tensor.grad_started = None, False
+            tensor.grad_started = False
             tensor.grad_slot = slot if tensor.requires_grad else None
 
     def own_part(self, flat: Any) -> Any:

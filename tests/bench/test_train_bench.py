@@ -377,6 +377,26 @@ measured.SECONDS = 0.01
     assert results.absent([row]) == []
 
 
+def test_bits_are_those_of_deterministic_gradients_and_nothing_else_is(monkeypatch):
+    """Gradients of attention that is not deterministic have other bits in each pass on a GPU."""
+    taken, loss = [], train.Ours.loss
+
+    def noted(ours, batch, dloss):
+        taken.append({module.deterministic for _, module in ours.model.modules()})
+        return loss(ours, batch, dloss)
+
+    monkeypatch.setattr(train.Ours, "loss", noted)
+    for way in ranks.WAYS:
+        updates = ranks.RankUpdates(small(MODELS["shakespeare"]), np, Single(), way)
+        updates()
+        before, calls = updates.digest(), updates.step.calls
+        updates()
+        assert taken == [{False}, *[{True}] * ranks.CHECKED, {False}]
+        taken.clear()
+        assert updates.digest() == before and updates.step.calls is not calls
+        taken.clear()
+
+
 def test_ways_that_differ_are_refused():
     losses = {"eager": [5.0, 4.0]} | {way: [5.0, 4.0] for way in ranks.WAYS}
     digests = {way: ["a", "a"] for way in ranks.WAYS}

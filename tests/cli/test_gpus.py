@@ -29,7 +29,9 @@ def started(monkeypatch):
 @pytest.mark.parametrize("asked, ranks", [("all", 3), (2, 2), (3, 3)])
 def test_a_process_for_each_gpu(started, asked, ranks):
     assert gpus.run_on(asked, "auto", COMMAND) == 7
-    assert started == [(ranks, [sys.executable, "-m", "gpuattn", *COMMAND[1:]])]
+    assert gpus.run_on(asked, "auto", COMMAND, reads=True) == 7
+    command = [sys.executable, "-m", "gpuattn", *COMMAND[1:]]
+    assert started == [(ranks, command, False), (ranks, command, True)]
 
 
 def test_one_gpu_and_ranks_of_the_spawner_need_no_process(started, monkeypatch):

@@ -155,6 +155,9 @@ def test_the_seconds_of_joins_are_read_when_they_are_there(cuda):
     pairs[0][1].done = pairs[2][1].done = True
     assert lane.seconds() == 0.25
     pairs[1][1].done = True
+    with lane.exchanging(waits=True):
+        assert not lane._joins
+    assert len(lane._joins) == 1
     assert lane.seconds() == lane.seconds() == 1.5
 
 

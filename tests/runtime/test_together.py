@@ -9,16 +9,16 @@ from gpuattn.runtime import graphs
 
 @pytest.fixture
 def replays(monkeypatch):
-    """A function that returns Replays whose other ranks say ``theirs``, and what is noted."""
+    """A function that returns Replays whose other ranks say ``theirs()``, and what is noted."""
     monkeypatch.setattr(graphs, "capture_refusal", lambda: None)
     with fake_graphs.graphs_on("9.0") as cupy:
 
-        def made(theirs=True):
+        def made(theirs=lambda: True):
             said, asked = [], []
 
             def agree(ok):
                 asked.append(ok)
-                return ok and theirs
+                return ok and theirs()
 
             stream = cupy.cuda.Stream(non_blocking=True)
             stream.__enter__()
@@ -42,15 +42,24 @@ def test_a_step_that_all_ranks_have_captured_is_launched(replays):
     x, count, step = step_of(cupy)
     for _ in range(5):
         calls("update", None, step, together=True)
-    assert x.tolist() == [5] * 4 and count == [2] and asked == [True] and not said
+    assert x.tolist() == [5] * 4 and count == [2] and asked == [True, True] and not said
 
 
 def test_a_step_that_another_rank_could_not_capture_runs_op_by_op(replays):
-    calls, cupy, _, asked = replays(theirs=False)
+    calls, cupy, _, asked = replays(theirs=lambda: len(asked) % 2)  # it tries, and fails
     x, count, step = step_of(cupy)
     for _ in range(4):
         calls("update", None, step, together=True)
-    assert x.tolist() == [4] * 4 and asked == [True] * 3 and calls.graphs["update", None] is None
+    assert x.tolist() == [4] * 4 and asked == [True] * 6 and calls.graphs["update", None] is None
+
+
+def test_a_step_that_another_rank_does_not_try_to_capture_is_not_captured(replays):
+    """Its calls could wait, during the capture, for those of the other rank."""
+    calls, cupy, _, asked = replays(theirs=lambda: False)
+    x, count, step = step_of(cupy)
+    for _ in range(4):
+        calls("update", None, step, together=True)
+    assert x.tolist() == [4] * 4 and count == [4] and asked == [True] * 3
 
 
 def test_a_rank_that_captures_nothing_says_so_and_still_takes_part(replays):
@@ -83,4 +92,4 @@ def test_a_graph_goes_on_where_another_step_is_refused_later(replays):
         with pytest.raises(ValueError):
             calls("gradients", 1, broken)
     calls("update", None, step, together=True)
-    assert x.tolist() == [3] * 4 and count == [2] and asked == [True] and len(said) == 1
+    assert x.tolist() == [3] * 4 and count == [2] and asked == [True, True] and len(said) == 1

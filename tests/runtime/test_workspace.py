@@ -1,5 +1,8 @@
 """Flat buffers: parameters as aligned slices, gradients in place, all-or-nothing loads."""
 
+import weakref
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from checks import dtype_of
@@ -7,6 +10,7 @@ from checks import dtype_of
 from gpuattn import Tensor, nn, no_grad, to_cpu
 from gpuattn.errors import CheckpointError, GradientError
 from gpuattn.optim import AdamW
+from gpuattn.runtime import workspace
 from gpuattn.runtime.workspace import Workspace
 
 SHAPES = {"embedding": (10, 30), "norm.weight": (30,), "scale": (), "head.weight": (7, 30)}
@@ -211,6 +215,24 @@ def test_gradients_may_be_wider_than_the_model():
     w = Workspace(Model(), dtype="bfloat16", grad_dtype="float32")
     assert w.grads.dtype == np.float32 and w.params.dtype == dtype_of("bfloat16")
     assert Workspace(Model(), dtype=np.float32, grad_dtype=np.float16).grads.dtype == np.float16
+
+
+def test_wider_gradients_take_the_memory_of_those_before(monkeypatch):
+    """They come when memory is used up, for batches in parts."""
+    model = Model()
+    w = Workspace(model, dtype="bfloat16")
+    w.backward(model.loss(np.ones((2, 10), w.params.dtype)))
+    before, seen = weakref.ref(w.grads), []
+
+    def zeros(size, dtype):
+        seen.append(before())
+        return np.zeros(size, dtype)
+
+    monkeypatch.setattr(workspace, "get_xp", lambda like: SimpleNamespace(zeros=zeros))
+    w.keep_gradients_in("float32")
+    assert seen == [None] and w.grads.dtype == np.float32
+    assert all(tensor.grad is None for tensor in w.tensors.values())
+    assert model.tensors["scale"].grad_slot.base is w.grads
 
 
 def test_refuses_by_name():

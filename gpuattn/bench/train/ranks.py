@@ -4,10 +4,12 @@ Weak scaling: each rank has the batch of the case. It is the same one on all of 
 are those of one GPU; dropout is numbered by rank. What is timed is what ranks of a run do for an
 update (``parallel.reducer``), also what they agree on over the host. A sample is that of the rank
 which took longest. Before they are timed, the ways to exchange gradients must leave parameters of
-the same bits on all ranks, whether they overlap with the backward pass or not.
+the same bits on all ranks, whether they overlap with the backward pass or not: by gradients that
+have the same bits each time, which those that are timed need not have.
 """
 
 import contextlib
+import gc
 import hashlib
 import time
 from collections.abc import Callable
@@ -34,6 +36,7 @@ WAYS = {  # name: (whether ranks share the update, whether the exchange overlaps
     "none": (False, True), "none, after": (False, False),
 }  # fmt: skip
 TURNS, SECONDS, LEAST, MOST = 5, 1.0, 20, 200  # of each: turns, seconds of one, samples in it
+CHECKED = 3  # updates whose bits are compared: op by op, captured and replayed
 WARM_UPS = 12  # DDP wants 11 before a capture
 PEERS = ("torch-ddp", "torch-ddp-static", "torch-ddp-graph", "torch-zero", "torch-fsdp")
 
@@ -58,8 +61,20 @@ class RankUpdates(Updates):
         step.draws += 1
 
     def digest(self) -> str:
-        """Return what tells the bits of the parameters from others. Synchronizes."""
-        return hashlib.sha256(to_cpu(self.ours.workspace.params).tobytes()).hexdigest()
+        """Return what tells the bits of the parameters after CHECKED deterministic updates from
+        others. Undoes all updates before, and forgets graphs. Synchronizes."""
+        self._take_gradients(deterministic=True)
+        self.restart()
+        for _ in range(CHECKED):
+            self()
+        found = hashlib.sha256(to_cpu(self.ours.workspace.params).tobytes()).hexdigest()
+        self._take_gradients(deterministic=False)
+        return found
+
+    def _take_gradients(self, deterministic):
+        for _, module in self.ours.model.modules():
+            module.deterministic = deterministic
+        self.step.rebatch(self.step.tokens)  # graphs repeat the kernels that were chosen before
 
 
 def measure(
@@ -70,6 +85,7 @@ def measure(
 
     Raises AssertionError, on all ranks, if losses do not fall or bits differ that must not.
     """
+    gc.collect()  # a workspace and its exchange know each other: those of the cell before go now
     if xp is np:
         return _measured(cell, xp, ranks, ceilings, ())
     stream = xp.cuda.Stream(non_blocking=True)
@@ -90,11 +106,11 @@ def _measured(cell, xp, ranks, ceilings, names):
     losses, digests, missing = {}, {}, {}
     for name, updates in launches.items():
         ranks.note()
+        if name != "alone":
+            digests[name] = ranks.gather(updates.digest())
         for _ in range(3):  # graphs are captured the second time
             updates()
         losses["eager" if name == "alone" else name] = losses_of(updates, updates)
-        if name != "alone":
-            digests[name] = ranks.gather(updates.digest())
     _agree(ranks, losses, digests)
     for name in names:
         ranks.note()

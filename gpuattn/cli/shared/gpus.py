@@ -36,12 +36,14 @@ def _parse(value: Any) -> int | str:
         raise ConfigError(f"{value!r}; accepted: {ALL}, or a whole number from 1 on") from None
 
 
-def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int | None:
+def run_on(
+    gpus: int | str | None, device: str, command: Sequence[str], reads: bool = False
+) -> int | None:
     """Run a command as one rank for each of ``gpus``; return its exit code.
 
     None: this process itself shall do the work, alone or as one of the ranks. ``device``: as
-    ``--device`` says. Raises ConfigError for GPUs that are not there, or on NumPy, and where
-    another launcher has started this process.
+    ``--device`` says. ``reads``: whether the command reads the standard input. Raises ConfigError
+    for GPUs that are not there, or on NumPy, and where another launcher has started this process.
     """
     world = discover()
     if gpus is None or world.launcher == SPAWNER:
@@ -63,7 +65,7 @@ def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int |
     if gpus != ALL and int(gpus) > seen:
         raise ConfigError(f"--gpus is {gpus}; accepted: 1 to {seen}, the GPUs that CUDA sees here")
     count = seen if gpus == ALL else int(gpus)
-    return None if count == 1 else spawn(count, this_command(command[1:]))
+    return None if count == 1 else spawn(count, this_command(command[1:]), reads)
 
 
 @contextlib.contextmanager
@@ -73,7 +75,8 @@ def ranks_of(ctx: click.Context, gpus: int | str | None, device: str) -> Iterato
     With ``--gpus`` they are other processes: this one ends when they have. ``device``: as
     ``--device`` says.
     """
-    code = run_on(gpus, device, ["gpuattn", str(ctx.info_name), *ctx.meta["arguments"]])
+    command = ["gpuattn", str(ctx.info_name), *ctx.meta["arguments"]]
+    code = run_on(gpus, device, command, reads=True)
     if code is not None:
         sys.exit(code)
     debug = getattr(ctx.find_root().command, "debug", False)
