@@ -19,7 +19,7 @@ import gpuattn
 from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness.counted import Counted, Reductions
-from gpuattn.ops.softmax import _threads  # the rule by which rawkernels/softmax.cu is launched
+from gpuattn.ops.softmax import row_threads  # the rule by which rawkernels/softmax.cu is launched
 
 say = lecture(__doc__)
 N = say.size("N", 1024, 256)
@@ -92,7 +92,7 @@ say.differs("C02", "kept", next(name for name in rules if (rules[name] == kept).
 Reductions.counts.clear()
 gpuattn.softmax(say.rng.standard_normal((4, N)).view(Reductions))
 say.exact("D13", "reductions of softmax", sum(Reductions.counts.values()))
-few, many = (_threads("forward", cols * 2 // 16, False)[0] for cols in (32, 16_384))
+few, many = (row_threads("forward", cols * 2 // 16, False)[0] for cols in (32, 16_384))
 pair = {"32 numbers of 16 bits": few, "16,384 numbers": many}
 say.order("D14", "threads that share a row", pair)
 say.bars("Reads of each element of the row, as counted", "Three, two and one.", reads, "reads")

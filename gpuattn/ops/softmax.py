@@ -258,7 +258,7 @@ def _refuse_raw(x, *_, **__):
     return None
 
 
-def _threads(verb, vectors, edges):
+def row_threads(verb, vectors, edges):
     """Return (threads, vectors of each) that keep a row of ``vectors`` in registers, or None.
 
     ``edges``: each vector has to be checked, which takes fewer instructions with fewer threads.
@@ -288,7 +288,7 @@ def _launch(verb, lines, p, key, kind=0, edges=False, **fields):
     constants = {"scalar": ctype(x.dtype), "MASK": kind, "DROPOUT": p > 0}
     in_clusters, shared = serves("softmax_hopper.cu", gpu(x.device.id).capability), 0
     edges = edges or any(starts.values()) or cols % width > 0
-    file, blocks, held = "softmax.cu", 1, _threads(verb, vectors, edges)
+    file, blocks, held = "softmax.cu", 1, row_threads(verb, vectors, edges)
     lanes, each = held or (LONG_ROW_THREADS[verb], 2)
     if not held and in_clusters:
         read = 2 if verb == "backward" else 1

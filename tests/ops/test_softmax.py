@@ -22,7 +22,7 @@ from gpuattn import rng as random
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
 from gpuattn.numbakernels import reduce
-from gpuattn.ops.softmax import IMPLS, ROW_THREADS, _lines, _mask_layout, _threads, softmax
+from gpuattn.ops.softmax import IMPLS, ROW_THREADS, _lines, _mask_layout, row_threads, softmax
 
 # 257 and 1025: one more than fewer threads hold; 31: less than a warp; 256: no partial vectors
 SHAPES = {"one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "vector": (64,)}
@@ -376,7 +376,7 @@ def test_raw_runs_on_a_gpu(gpu):
 @pytest.mark.parametrize("edges", [False, True])
 def test_threads_hold_every_row(verb, edges):
     for vectors in [*range(1, 3000), 10**6]:
-        held = _threads(verb, vectors, edges)
+        held = row_threads(verb, vectors, edges)
         assert (held is None) == (vectors > 512 * 4)
         if held:
             lanes, each = held
@@ -386,7 +386,7 @@ def test_threads_hold_every_row(verb, edges):
                 and lanes * (each - 1) < vectors <= lanes * each
             )
     # rows of the usual widths fill the vectors of their threads
-    assert all(n % _threads(verb, n, False)[0] == 0 for n in (64, 96, 128, 512, 1024))
+    assert all(n % row_threads(verb, n, False)[0] == 0 for n in (64, 96, 128, 512, 1024))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
