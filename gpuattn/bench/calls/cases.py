@@ -79,7 +79,10 @@ _LARGE = {  # on a GPU, by the number of axes; unless the op has a line of its o
 _SMALL = {2: (256, 512), 3: (256, 512, 512), 4: (2, 128, 4, 64)}
 _NUMPY_LARGE = {2: (1024, 1024), 3: (1024, 512, 512), 4: (2, 256, 4, 64)}
 _NUMPY_SMALL = {2: (64, 64), 3: (64, 64, 64), 4: (1, 64, 1, 64)}
-STEPS = ("train", "tiny"), ("train", "shakespeare"), ("loop", "shakespeare"), ("loop", NETWORK)
+STEPS = (
+    ("train", "tiny"), ("train", "shakespeare"), ("loop", "tiny"), ("loop", "shakespeare"),
+    ("loop", NETWORK),
+)  # fmt: skip
 NETWORK_ROWS = 256
 
 

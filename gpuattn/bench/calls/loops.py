@@ -1,7 +1,6 @@
 """Updates of models launched one by one, without a graph: a TrainingStep's, and plain loops'."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +14,19 @@ from gpuattn.bench.peers.timing import reasons
 from gpuattn.bench.peers.train import Peer
 from gpuattn.bench.train import measure as train
 from gpuattn.bench.train.cases import MODELS, small
-from gpuattn.data.batching import TokenOrder
 from gpuattn.errors import UnsupportedError
 from gpuattn.optim import AdamW
+from gpuattn.runtime.device import batch_to
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.01, "betas": (0.9, 0.98), "eps": 1e-9}
 """Of AdamW in README's plain loop; the last two are our defaults."""
 
 
 class ModelLoop:
-    """The plain loop on the language model and the batch of a ``train.Ours``."""
+    """The plain loop on the model and the batch of a ``train.Ours``."""
 
     def __init__(self, ours: train.Ours) -> None:
-        self.ours, asarray, batch = ours, ours.xp.asarray, ours.batch
-        order = TokenOrder(*map(asarray, batch.order))
-        self.batch = replace(
-            batch, tokens=asarray(batch.tokens), labels=asarray(batch.labels), order=order
-        )
+        self.ours, self.batch = ours, batch_to(ours.batch, ours.xp)
 
     def __call__(self) -> None:
         optimizer = self.ours.optimizer
