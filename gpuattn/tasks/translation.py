@@ -26,7 +26,7 @@ BATCH_UNIT = 512  # tokens that a batch is a multiple of
 _QUICK = {
     "heads": 4, "layers": (2, 2), "dropout": 0.0, "batch": 640, "lr": 4e-3, "schedule": "linear",
     "lr_decay": 800, "lr_floor": 0.1, "warmup": 0.1, "label_smoothing": 0.1, "clip": 1.0,
-    "ema": 0.99, "length": "6m", "until": 99.0, "eval_every": "100u", "score_pairs": 1000,
+    "ema": 0.99, "length": "450s", "until": 99.0, "eval_every": "100u", "score_pairs": 1000,
     "beam": 1,
 }  # fmt: skip
 _SMALL = _QUICK | {"dim": 64, "ffn": 128, "max_len": 64}

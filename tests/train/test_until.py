@@ -104,7 +104,7 @@ def test_until_is_for_tasks_with_one_right_translation():
 
 def test_the_learning_rate_of_a_task_decays_over_the_requested_updates():
     toy = resolve(("", {"task": "toy"}))[0]
-    assert toy.until == 99 and toy.lr_decay == 800 and toy.length == Length(360.0, "s")
+    assert toy.until == 99 and toy.lr_decay == 800 and toy.length == Length(450.0, "s")
     assert resolve(("", {"task": "toy", "length": "12m"}))[0].lr_decay == 800
     assert resolve(("", {"task": "toy", "length": "300u"}))[0].lr_decay == 0
     given = {"task": "toy", "length": "300u", "lr_decay": 200}
