@@ -79,7 +79,8 @@ def test_errors_are_those_of_rounding(gpu, rng, case):
             value = gpu.asarray(value, np.float32 if value.dtype.kind == "f" else np.int32)
         asked[name] = value
     arrays = [gpu.asarray(x) for x in qkv]
-    assert explain(flash_attention, *arrays, **asked).chosen == "raw-ampere"
+    told = explain(flash_attention, *arrays, **asked)
+    assert told.chosen == "raw-ampere", told
     before = kernels.launches["flash_attention_forward"]
     out, lse = flash_attention(*arrays, return_lse=True, **asked)
     assert kernels.launches["flash_attention_forward"] == before + 1
