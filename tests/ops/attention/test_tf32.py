@@ -99,6 +99,8 @@ def test_gradients_stay_in_float32(gpu, rng):
     for asked in (False, True):
         boxes = [Tensor(gpu.asarray(x), requires_grad=True) for x in draw(np.random.default_rng(0))]
         out = flash_attention(*boxes, causal=True, tf32=asked)
+        told = explain(flash_attention, *boxes, causal=True, tf32=asked)
+        assert not asked or told.chosen == "raw-ampere", str(told)
         found.append([g.get() for g in tape.gradients([out], [gpu.ones_like(out.data)], boxes)])
     for usual, from_tf32 in zip(*found, strict=True):
         assert from_tf32.dtype == np.float32
