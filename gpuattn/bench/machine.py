@@ -37,7 +37,7 @@ extern "C" __global__ void shared_reads(float4* out, int rounds) {
   for (int r = 0; r < rounds; ++r) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float4 v = tile[(threadIdx.x + 32 * (j + r)) & 2047];
+      const float4 v = tile[(threadIdx.x + 32 * (j + 8 * r)) & 2047];
       sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
     }
   }
@@ -154,7 +154,9 @@ class _Card:
         self.cupy, self.device = cupy, cupy.cuda.runtime.getDevice()
         properties = cupy.cuda.runtime.getDeviceProperties(self.device)
         self.name, self.memory = properties["name"].decode(), properties["totalGlobalMem"]
-        arch = compiler.architecture(gpu(self.device).capability)
+        found = gpu(self.device)
+        arch = compiler.architecture(found.capability)
+        arch = arch.replace("sm_", "compute_") if found.forced else arch
         self.module = cupy.cuda.function.Module()
         self.module.load(compiler.compile_text(SOURCE, arch, "machine.cu")[0])
 

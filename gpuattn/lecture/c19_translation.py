@@ -17,8 +17,6 @@ import numpy as np
 
 import gpuattn
 from gpuattn.arrays import to_cpu
-from gpuattn.autodiff.hooks import hooked
-from gpuattn.bench.profile import watch
 from gpuattn.bench.train.cases import CELLS, MODELS
 from gpuattn.data.batching import PackedLoader
 from gpuattn.lecture import lecture
@@ -113,21 +111,24 @@ say.curves("How many times as fast the step is after as before", alt, {"here": c
 alt = "; ".join(f"{name} {took:.1f} ms" for name, took in stages.items())
 say.bars(f"Stages of a step of a translator, {layers} + {layers} layers", alt, stages, "ms")
 # %% [markdown]
-# The time of ops that are neither a matrix product nor attention, as a share of the step: with
-# fused ops, and with the formulas of these ops.
+# The end of a sublayer: a product, then dropout, the sum with the residual and LayerNorm. The share
+# of the time that is not the product's, fused and op by op.
 # %%
-ROWS = ("layer_norm", "dropout_add_norm", "linear_dropout_add_norm")
+rows, D, dtype = (8192, 512, "float16") if say.device == "cuda" else (512, width, "float32")
+x, residual = (say.normal(rows, D, dtype=dtype) for _ in range(2))
+w, gain, bias = say.normal(D, D, dtype=dtype), *(say.normal(D, dtype=dtype) for _ in range(2))
 
 
-def share():
-    """Return the percent of the ops' time that those without FLOPs of products take."""
-    with say.stream(), hooked(watcher := watch(say.device)):  # on a GPU each as a CUDA graph
-        model.loss(batch).backward()
-    us = {every: sum(c["us"] for c in watcher.calls if c["flops"] or every) for every in (0, 1)}
-    return 100 * (1 - us[0] / us[1])
+def op_by_op():
+    h = residual + gpuattn.dropout(gpuattn.linear(x, w), 0.1, seed=7)
+    return gpuattn.layer_norm(h, gain, bias)
 
 
-pair = {"fused": share()}
-with gpuattn.use_impl(**dict.fromkeys(ROWS, "reference")):
-    pair["formulas"] = share()
-say.order("D33", "share of ops other than products and attention", pair, "%", clock=True)
+us = say.kernel_times({
+    "product": lambda: gpuattn.linear(x, w),
+    "fused": lambda: gpuattn.linear_dropout_add_norm(x, w, residual, gain, bias, p=0.1, seed=7),
+    "op by op": op_by_op,
+})  # fmt: skip
+median = {name: float(np.median(samples)) for name, samples in us.items()}
+pair = {name: 100 * (1 - median["product"] / median[name]) for name in ("fused", "op by op")}
+say.order("D33", "share of the time that is not the product's", pair, "%", clock=True)

@@ -1,10 +1,14 @@
 """bench machine: what NumPy can be asked, as a table and as a file; on a GPU every kind."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
+import compiled
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_gpu import GPUS
 
 from gpuattn.bench import machine
 from gpuattn.cli.bench import machine as command
@@ -45,9 +49,35 @@ def test_rates_of_a_cpu_are_gflops():
     ]  # fmt: skip
 
 
+def test_each_read_of_shared_memory_is_one(nvrtc):
+    """The compiler unrolls the loop over rounds; what two rounds read alike it would read once."""
+    if compiled.disassembler() is None:
+        pytest.skip("no nvdisasm")
+    code = compiled.instructions(machine.SOURCE, "sm_90", "machine.cu")["shared_reads"]
+    reads = sum("LDS.128" in line for line in code)
+    assert reads and reads % machine.UNROLLED == 0
+
+
+def test_a_card_that_stands_for_another_loads_ptx(nvrtc, monkeypatch):
+    loaded: list[bytes] = []
+    monkeypatch.setattr(machine, "gpu", lambda device: replace(GPUS["7.5"], forced=True))
+    runtime = SimpleNamespace(
+        getDevice=lambda: 0,
+        getDeviceProperties=lambda device: {"name": b"a card", "totalGlobalMem": 1 << 30},
+    )
+    module = SimpleNamespace(load=loaded.append)
+    function = SimpleNamespace(Module=lambda: module)
+    machine._Card(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, function=function)))
+    assert b".target sm_75" in loaded[0]
+
+
 @pytest.mark.gpu
 def test_on_the_gpu(gpu):
     found = machine.measure(gpu)
+    units = found["units"]
+    if clock := units.get("MHz of the multiprocessors"):  # 128 bytes a cycle each, at most
+        most = 128 * units["multiprocessors"] * clock / 1e6
+        assert found["on_chip_tbs"] < 1.05 * most
     assert found["units"]["multiprocessors"] > 0
     assert found["copy_tbs"][1] > found["copy_tbs"][32]
     assert found["launch_us"]["graph"] < found["launch_us"]["alone"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from checks import dtype_of
-from decoder_steps import Case, Search, assert_as_accurate, host, model_of
+from decoder_steps import Case, Search, assert_as_accurate, host, model_of, skip_without
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
@@ -147,6 +147,7 @@ def test_numbers(gpu, name, dtype):
         Search(case, 1, dtype, model_of(case, 1, dtype, of, gpu.asarray))
         for of in (np.float32, dtype, dtype)
     )
+    skip_without(row_step.FILE, search.model)
     own = search.memory, search.memory_lengths
     step = RowStep(search.model, search.state, search.caches, *own)
     step.pack()
@@ -165,6 +166,7 @@ def test_numbers(gpu, name, dtype):
 
 def test_the_engine_uses_it(gpu):
     model = model_of(Case(1, 1, GPT), 1, BFLOAT16, BFLOAT16, gpu.asarray)
+    skip_without(row_step.FILE, model)
     with Engine(model) as engine:
         engine.generate([[5, 6, 7]] * 70, limits=[6] * 70, seed=1)
         (search,) = engine._searches.kept.values()

@@ -6,11 +6,12 @@ The same case gives the same numbers in any dtype and on any device.
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from gpuattn.arrays import get_xp
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.engine.cache import DeviceCache
-from gpuattn.engine.decoder_step import DecoderStep
+from gpuattn.engine.decoder_step import DecoderStep, weights_refusal
 from gpuattn.engine.generation import Generation
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.translation import TranslationConfig, TranslationModel
@@ -61,6 +62,12 @@ def model_of(case, seed, rounded, dtype, put=np.asarray):
         table = sinusoidal_positions(model.target.max_length, model.config.d_model)
         model.target._table = put(table.astype(rounded).astype(dtype))
     return model.eval()
+
+
+def skip_without(file, model):
+    """Skip a test on a GPU for which the kernel in ``file`` is not written."""
+    if reason := weights_refusal(model, file):
+        pytest.skip(reason)
 
 
 class Search:

@@ -123,7 +123,8 @@ def test_slots_or_pages(xp):
 def test_pages_have_the_bits_of_caches(gpu):
     given, table = paged(gpu, "bfloat16", 6, 400, 4, 4, 64, shared=3)
     own = contiguous(given, table["page_table"])
-    assert explain(step_attention, *given, **table).chosen == "raw-ampere"
+    told = explain(step_attention, *given, **table)
+    assert told.chosen == "raw-ampere", str(told)
     found = step_attention(*given, **table), step_attention(*own)
     np.testing.assert_array_equal(*map(to_cpu, found))
 
@@ -140,9 +141,7 @@ def test_the_same_bits_in_any_batch(gpu):
 
 
 def test_explain_names_the_form(gpu):
-    assert (
-        explain(step_attention, *problem(gpu, "bfloat16", 2, 2, 64, 2, 2, 64)).chosen
-        == "raw-ampere"
-    )
+    told = explain(step_attention, *problem(gpu, "bfloat16", 2, 2, 64, 2, 2, 64))
+    assert told.chosen == "raw-ampere", str(told)
     told = explain(step_attention, *problem(gpu, "bfloat16", 2, 2, 600, 2, 2, 64))
     assert told.chosen == "two-ops" and "600 keys" in dict(told.reasons)["raw-ampere"]

@@ -79,7 +79,8 @@ def test_errors_are_those_of_rounding(gpu, rng, case):
             value = gpu.asarray(value, np.float32 if value.dtype.kind == "f" else np.int32)
         asked[name] = value
     arrays = [gpu.asarray(x) for x in qkv]
-    assert explain(flash_attention, *arrays, **asked).chosen == "raw-ampere"
+    told = explain(flash_attention, *arrays, **asked)
+    assert told.chosen == "raw-ampere", str(told)
     before = kernels.launches["flash_attention_forward"]
     out, lse = flash_attention(*arrays, return_lse=True, **asked)
     assert kernels.launches["flash_attention_forward"] == before + 1
@@ -98,6 +99,8 @@ def test_gradients_stay_in_float32(gpu, rng):
     for asked in (False, True):
         boxes = [Tensor(gpu.asarray(x), requires_grad=True) for x in draw(np.random.default_rng(0))]
         out = flash_attention(*boxes, causal=True, tf32=asked)
+        told = explain(flash_attention, *boxes, causal=True, tf32=asked)
+        assert not asked or told.chosen == "raw-ampere", str(told)
         found.append([g.get() for g in tape.gradients([out], [gpu.ones_like(out.data)], boxes)])
     for usual, from_tf32 in zip(*found, strict=True):
         assert from_tf32.dtype == np.float32

@@ -84,8 +84,9 @@ def test_packed_sequences(name):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences_on_the_gpu(gpu, name):
-    compare_packed(gpu, "float16", name)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_packed_sequences_on_the_gpu(gpu, name, dtype):
+    compare_packed(gpu, dtype, name)
 
 
 def compare(xp, dtype, case):
