@@ -258,7 +258,7 @@ def _refuse_raw(x, *_, **__):
     return None
 
 
-def row_threads(verb, vectors, edges):
+def row_threads(verb: str, vectors: int, edges: bool) -> tuple[int, int] | None:
     """Return (threads, vectors of each) that keep a row of ``vectors`` in registers, or None.
 
     ``edges``: each vector has to be checked, which takes fewer instructions with fewer threads.
