@@ -52,7 +52,7 @@ def checked(
         accepted = f"fewer end marks than tokens, {vocab}"
         raise ValueError(problem("generate", "eos", f"{len(options.eos)} tokens", accepted))
     ends = itertools.accumulate(map(len, prompts))
-    ids = ids.astype(np.int32)
+    ids = ids.astype(np.int32, copy=False)
     return [ids[end - len(prompt) : end] for prompt, end in zip(prompts, ends, strict=True)]
 
 
@@ -198,7 +198,8 @@ class Generation:
         places[: len(at)], before[:] = at, 0
         starts[: len(at)] = np.multiply(own, self.shape[2])
         for row, prompt in zip(before.reshape(self.shape[1:]), numbered, strict=False):
-            row[: len(prompt) // 4] = np.frombuffer(prompt, np.int32)
+            tokens = np.frombuffer(prompt, np.int32)
+            row[: len(tokens)] = tokens
 
     def _compute_prompts(self, starts, places, before):
         if before.size:  # keys past the end of a prompt are overwritten before they are read

@@ -214,8 +214,8 @@ class Optimizer:
     def _launches(self):
         """Yield the arguments of each launch of an update: buffers, and the others by name.
 
-        One; or where a part of the masters is held, and the pieces of the 16-bit parameters that it
-        belongs to lie apart, one for each.
+        There is one launch. Where only a part of the masters is held, its pieces of the 16-bit
+        parameters lie apart, and each piece has a launch of its own.
         """
         w, (*buffers, state) = self.workspace, self._buffers()
         if w.part is None or w.model is None:

@@ -27,8 +27,8 @@ def spawn(count: int, command: Sequence[str], reads: bool = False) -> int:
     It is that of the first rank that failed, 128 and the number for a signal. Signals to this
     process go to all ranks, once. If one fails, the others get GRACE seconds to end by themselves;
     if this process dies, they end as by SIGTERM. Rank 0 alone has the standard input. ``reads``:
-    whether it reads it: a terminal stops whoever does so outside of its foreground group, so that
-    rank 0 is then in the group of this process.
+    whether the command reads it. A terminal stops a process that reads from it outside of its
+    foreground group, so rank 0 then stays in the process group of this process.
     """
     server = socket.create_server(("127.0.0.1", 0))
     leash, held = os.pipe()

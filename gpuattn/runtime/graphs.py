@@ -140,7 +140,7 @@ class Replays:
     def _is_captured(self, key, step, together):
         agree = self._agree if together else None
         if agree is not None and not agree(not self._refused):
-            return False  # a rank that captured alone could wait for the others there
+            return False  # NCCL may wait for the other ranks during a capture: all capture, or none
         captured = not self._refused and self._capture(key, step)
         if agree is not None and not agree(captured):
             self.graphs[key] = None

@@ -71,7 +71,7 @@ def plan(
     average = 4 if config.ema else 0
     state = parameters * (itemsize + gradient)
     state += -(-parameters * (masters + moments + average) // parts)
-    if parts > 1:  # its pieces of gradients, and of what are masters then, side by side
+    if parts > 1:  # its pieces of gradients side by side, and copies of float32 parameters
         state += -(-parameters * (gradient + (0 if masters else itemsize)) // parts)
     state += (sum(t.size for _, t in model.named_tensors()) - parameters) * itemsize  # frozen
     sizes = model.config
