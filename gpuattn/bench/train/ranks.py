@@ -3,11 +3,13 @@
 Weak scaling: each rank has the batch of the case. It is the same one on all of them, so that losses
 are those of one GPU; dropout is numbered by rank. What is timed is what ranks of a run do for an
 update (``parallel.reducer``), also what they agree on over the host. A sample is that of the rank
-which took longest. Before they are timed, the ways to exchange gradients must leave parameters of
-the same bits on all ranks, whether they overlap with the backward pass or not: by gradients that
-have the same bits each time, which those that are timed need not have.
+which took longest. Each peer takes turns with gpuattn's step, and then gives its memory back.
+Before they are timed, the ways to exchange gradients must leave parameters of the same bits on all
+ranks, whether they overlap with the backward pass or not: by gradients that have the same bits each
+time, which those that are timed need not have.
 """
 
+import collections
 import contextlib
 import gc
 import hashlib
@@ -35,6 +37,7 @@ WAYS = {  # name: (whether ranks share the update, whether the exchange overlaps
     "node": (True, True), "node, after": (True, False),
     "none": (False, True), "none, after": (False, False),
 }  # fmt: skip
+BEST = "node"  # as gpuattn train runs
 TURNS, SECONDS, LEAST, MOST = 5, 1.0, 20, 200  # of each: turns, seconds of one, samples in it
 CHECKED = 3  # updates whose bits are compared: op by op, captured and replayed
 WARM_UPS = 12  # DDP wants 11 before a capture
@@ -112,14 +115,24 @@ def _measured(cell, xp, ranks, ceilings, names):
             updates()
         losses["eager" if name == "alone" else name] = losses_of(updates, updates)
     _agree(ranks, losses, digests)
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    waited: dict[str, float] = collections.defaultdict(float)
+    _alternate(launches, ranks, xp, times, waited)
+    alone, best = launches.pop("alone"), launches.pop(BEST)
+    launches.clear()  # a peer may need the memory of the others
+    del updates
+    gc.collect()
     for name in names:
         ranks.note()
-        launch, why = _peer(name, cell.case, ranks, launches["alone"].ours, losses)
+        launch, why = _peer(name, cell.case, ranks, alone.ours, losses)
         if launch is None:
             missing[name] = why
         else:
-            launches[name] = launch
-    times, waits = _alternate(launches, ranks, xp)
+            _alternate({BEST: best, name: launch}, ranks, xp, times, waited)
+            del launch
+        gc.collect()
+        peers.release()
+    waits = {way: waited[way] / (sum(times[way]) / 1e6) for way in WAYS}
     return _row(cell, ranks, times, waits, losses, missing, ceilings)
 
 
@@ -156,10 +169,12 @@ def _peer(name, case, ranks, ours, losses):
     return (None, every[0]) if every else (launch, "")
 
 
-def _alternate(launches, ranks, xp):
-    """Return ({name: us of the slowest rank}, {name: share of the time that it waits for sums})."""
-    times: dict[str, list[float]] = {name: [] for name in launches}
-    waited = dict.fromkeys(launches, 0.0)
+def _alternate(launches, ranks, xp, times, waited):
+    """Time launches in turns.
+
+    Adds the microseconds of the slowest rank to ``times`` by name, and to ``waited`` the seconds
+    that ranks wait for sums, on average.
+    """
     lengths = {}
     for name, launch in launches.items():
         lengths[name] = max(ranks.gather(_sample(launch, 2, xp)[-1])) / 1e6
@@ -177,9 +192,6 @@ def _alternate(launches, ranks, xp):
             every = ranks.gather((own, waits))
             times[name] += [max(some) for some in zip(*(own for own, _ in every), strict=True)]
             waited[name] += sum(waits for _, waits in every) / len(every)
-    return times, {
-        name: waited[name] / (sum(us) / 1e6) for name, us in times.items() if name in WAYS
-    }  # fmt: skip
 
 
 def _sample(launch, count, xp):
@@ -197,12 +209,11 @@ def _sample(launch, count, xp):
 def _row(cell, ranks, times, waits, losses, missing, ceilings):
     us, samples = medians(times)
     alone, alone_samples = us.pop("alone"), samples.pop("alone")
-    best = "node"  # as gpuattn train runs
     row = {
         "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": "graph",
-        "us": us[best], "samples_us": samples[best], "ranks": ranks.size,
+        "us": us[BEST], "samples_us": samples[BEST], "ranks": ranks.size,
         "alone_us": alone, "alone_samples_us": alone_samples,
-        "efficiency": alone / us[best], "wait_share": waits[best],
+        "efficiency": alone / us[BEST], "wait_share": waits[BEST],
         "ways": {
             way: {"us": us[way], "samples_us": samples[way], "efficiency": alone / us[way],
                   "wait_share": waits[way]}
