@@ -1,6 +1,7 @@
 """Kill a random rank of a run at random moments and check that it ends like a run without kills.
 
     python tests/support/rank_drill.py --kills 30 --ranks 4
+    python tests/support/rank_drill.py --kills 6 --ranks 2 --device cuda
 
 All ranks must be gone within 10 seconds (the tests, which judge no times, do not look at that), one
 message names the rank that was killed, and the bits of weights, optimizer state and metrics are
@@ -41,20 +42,22 @@ Trainer._update = noted
 """  # ranks write their process numbers when they train, slowly enough to be met
 
 
-def drill(folder, kills, ranks=4, seed=0, spawned=False):
+def drill(folder, kills, ranks=4, seed=0, spawned=False, device="numpy"):
     """Run once in one process and once with ``kills`` kills, and compare; see ``Ranks``.
+
+    On GPUs there is one for each rank.
 
     Returns (seconds from each kill to the end of all ranks, messages that name the killed rank).
     Raises AssertionError unless the runs have the same bits.
     """
     rng = np.random.default_rng(seed)
-    config = new_config(folder, "numpy", kills)
+    config = new_config(folder, device, kills)
     config = type(config)(**vars(config) | {
-        "replicas": ranks, "batch": 60, "threads": 1, "length": f"{6 * kills + 10}u",
+        "replicas": ranks, "batch": config.batch // 2, "threads": 1, "length": f"{6 * kills + 10}u",
     })  # fmt: skip
     (folder / "options.toml").write_text(to_toml(config))
     out = folder / "killed"
-    command = ["train", "--config", folder / "options.toml", "--out", out, "--device", "numpy"]
+    command = ["train", "--config", folder / "options.toml", "--out", out, "--device", device]
     seconds, named, code = [], 0, None
     for kill in range(kills + 1):
         for path in folder.glob("killed.rank*"):
@@ -78,7 +81,7 @@ def drill(folder, kills, ranks=4, seed=0, spawned=False):
         assert len(errors) == 1, (victim, code, said, running.printed)
         named += f"rank {victim} of {ranks}" in errors[0]
     assert code == 0, said
-    train(config, folder / "whole", device="numpy")
+    train(config, folder / "whole", device=device)
     assert_same_bits(folder / "whole", out)
     assert_same_metrics(folder / "whole", out)
     return seconds, named
@@ -98,9 +101,12 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spawned", action="store_true", help="as by --gpus, without MPI")
+    parser.add_argument("--device", choices=("numpy", "cuda"), default="numpy")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        seconds, named = drill(Path(folder), given.kills, given.ranks, given.seed, given.spawned)
+        seconds, named = drill(
+            Path(folder), given.kills, given.ranks, given.seed, given.spawned, given.device
+        )
     print(f"{len(seconds)} kills, {named} messages named the rank; all gone after at most "
           f"{max(seconds):.2f} s; same bits as in one process")  # fmt: skip
     sys.exit(max(seconds) > LONGEST)
