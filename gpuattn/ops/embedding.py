@@ -2,7 +2,8 @@
 
 y = dropout(scale * weight[tokens] + position_weight[positions]).
 The gradient sorts the tokens by id and adds the rows of an id in a fixed order; many rows of one id
-are added in parts. Device code: ``rawkernels/embedding.cu`` and ``embedding_backward.cu``.
+are added in parts. Device code: ``rawkernels/embedding.cu``, ``embedding_backward.cu`` and
+``token_order.cu``.
 """
 
 import math
@@ -42,6 +43,8 @@ PACKS = {False: 2, True: 1}  # packs of rng.LANES elements per thread, without a
 MAX_THREADS, MAX_CHUNKS = 128, 512  # of the gradient: threads of a block, chunks of sorted tokens
 MAX_COUNT = 2**31 - 2**14  # tokens and columns are counted in 32 bits
 TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
+ORDERED = 16384  # tokens that token_order.cu sorts at most
+ORDER_BLOCK, ORDER_PARTS = 64, 4  # tokens of its block, threads of each
 
 
 @op
@@ -336,7 +339,17 @@ def _dropout_arguments(p, key):
 
 
 def _argsort(index):
-    return get_xp(index).argsort(index.ravel(), kind="stable")
+    """Return what sorts indices, which are contiguous, in a stable order."""
+    tokens = index.size
+    if tokens > ORDERED:
+        return get_xp(index).argsort(index.ravel(), kind="stable")
+    order = arrays.empty(index, (tokens,), np.int32)
+    if tokens:
+        constants = {"token": _token(index), "BLOCK": ORDER_BLOCK, "PARTS": ORDER_PARTS}
+        kernel("token_order.cu", "token_order", **constants)(
+            (-(-tokens // ORDER_BLOCK),), (ORDER_BLOCK * ORDER_PARTS,), index, order, tokens
+        )
+    return order
 
 
 def _add_in_order(dy, index, order, table, scale, numbers, arrived, slot):

@@ -211,3 +211,16 @@ def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monk
             assert programs["compute", True] == 2 and programs["gradients", True] == 3
             with arrays.without_plans():
                 assert not differences(launches(seed), planned, arena), seed
+
+
+@pytest.mark.parametrize("tokens, planned", [(6, True), (20000, False)])
+def test_the_gradient_of_a_table_sorts_few_tokens_in_its_program(tokens, planned, programs):
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        weight = cases.floats(np.float32, 9, 64)
+        index = cases.as_array(np.zeros(tokens, np.int32))
+        for _ in range(5):
+            programs.clear()
+            noted.clear()
+            cases.back(gpuattn.embedding(index, *cases.wanting(weight)))
+        assert (programs["gradients", True] == 1) == planned
+        assert ("token_order" in [launch.name for launch in noted]) == planned

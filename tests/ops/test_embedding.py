@@ -8,7 +8,7 @@ from gpuattn import Tensor, arrays
 from gpuattn import rng as random
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
-from gpuattn.ops.embedding import IMPLS, embedding
+from gpuattn.ops.embedding import IMPLS, ORDERED, _argsort, embedding
 
 V, P = 11, 9
 # (shape of tokens), D; 33 columns are not a multiple of 16 bytes, 520 need one thread more than a
@@ -290,6 +290,14 @@ def test_errors(xp):
         embedding(tokens, weight, positions=tokens[0], position_weight=weight)
     with pytest.raises(ValueError, match="the sizes of order"):
         embedding(tokens, weight, order=(tokens[0], tokens[0], tokens[0]))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 63, 1024, 1025, ORDERED, ORDERED + 1])
+def test_the_order_of_tokens_on_a_gpu(gpu, rng, tokens, dtype):
+    ids = rng.integers(-3, 1 + tokens // 2, tokens).astype(dtype)
+    order = _argsort(gpu.asarray(ids))
+    np.testing.assert_array_equal(to_cpu(order), np.argsort(ids, kind="stable"))
 
 
 def test_no_fall_back_on_a_gpu(gpu, recwarn):
