@@ -32,7 +32,8 @@ class Plan(NamedTuple):
     that dy is and multiplies it by the slopes), "elementwise" (dy times the slopes; the launch sums
     up dbias too), or "dy" (there is no activation).
     ``joint``: dweight and dbias by one launch, if the library can do that. It sums up a large dz at
-    a sixth of the copy rate, and dweight is no part of a common launch then.
+    a sixth of the copy rate, and dweight is no part of a common launch then. Beside the gradient of
+    a single output it sums up nothing.
     ``small``: dweight does not fill a GPU by itself, so it may be deferred or go to the side
     stream.
     """
@@ -51,7 +52,7 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
         dz = {"codes": "codes", "none": "dy"}.get(kind, "elementwise")
     adds = into[2] is not None and into[2][1]  # to a bias gradient: no library does
     joint = needs[1] and needs[2] and dz != "elementwise" and not adds
-    joint = joint and math.prod(dy.shape) < JOINT_SIZE
+    joint = joint and dy.shape[-1] > 1 and math.prod(dy.shape) < JOINT_SIZE
     small = needs[1] and _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) < FULL_TILES
     return Plan(dz, joint, small)
 

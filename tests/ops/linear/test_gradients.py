@@ -20,9 +20,11 @@ def floats(*shape):
     return np.ones(shape, np.float32)
 
 
-def planned(kind, pending=False, needs=(True, True, True), into=(None, None, None), width=IN):
-    saved = gradients.save(kind, floats(ROWS, width), floats(OUT, width), needs)
-    dy = floats(ROWS, OUT)
+def planned(
+    kind, pending=False, needs=(True, True, True), into=(None, None, None), width=IN, out=OUT
+):
+    saved = gradients.save(kind, floats(ROWS, width), floats(out, width), needs)
+    dy = floats(ROWS, out)
     if pending:
         dy = PendingMatmul(floats(ROWS, 8), floats(8, OUT), (ROWS, OUT))
     return gradients.plan(saved, dy, needs, into)
@@ -42,6 +44,7 @@ def test_when_one_launch_computes_both_parameter_gradients():
     assert not planned("none", into=(None, None, (SLOT, True))).joint, "it cannot add"
     assert not planned("none", needs=(True, True, False)).joint
     assert not planned("none", needs=(True, False, True)).joint
+    assert not planned("none", out=1).joint, "cuBLASLt has no algorithm for one output"
 
 
 def test_a_weight_that_fills_a_gpu_is_not_deferred():
