@@ -21,9 +21,15 @@ constexpr int KEYS = HEAD_DIM == 256 ? 16 : HEAD_DIM == 128 ? 32 : 64;  // a blo
 #endif
 constexpr int TILE = KEYS * HEAD_DIM * 2;   // bytes of a stage's keys, or of its values
 constexpr int CHUNKS = HEAD_DIM / 8;        // chunks of 16 bytes in a row
-constexpr int PITCH = HEAD_DIM + 8;         // floats from row to row when warps merge; avoids bank conflicts
+#if __CUDA_ARCH__ >= 800
+constexpr int MERGED = HEAD_DIM;            // columns that warps merge at a time, in the shared memory of the tiles
+#else
+constexpr int MERGED = HEAD_DIM == 256 ? 128 : HEAD_DIM;
+#endif
+constexpr int PITCH = MERGED + 8;           // floats from row to row when warps merge; avoids bank conflicts
 constexpr int WIDE = HEAD_DIM == 256 ? 1 : 2;  // groups of 16 keys that a warp processes at once, if it has several
 constexpr long long NOWHERE = 1ll << 62;
+static_assert(WARPS * 16 * PITCH * 4 <= STAGES * 2 * TILE, "decode_attention.cu: what warps merge does not fit in the tiles");
 
 // A warp's 16 rows. A lane holds elements of rows lane / 4 and lane / 4 + 8.
 struct Rows {
@@ -202,31 +208,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
         if (quarter == 0) tops[warp][row] = r.top[half], sums[warp][row] = r.sum[half];
         float* o_row = merged + (16 * warp + row) * PITCH + 2 * quarter;
 #pragma unroll
-        for (int n = 0; n < CHUNKS; ++n) *(float2*)(o_row + 8 * n) = {r.o[n][2 * half], r.o[n][2 * half + 1]};
+        for (int n = 0; n < MERGED / 8; ++n) *(float2*)(o_row + 8 * n) = {r.o[n][2 * half], r.o[n][2 * half + 1]};
     }
     __syncthreads();
-    for (int row = warp; row < w.rows; row += WARPS) {
-        const Query query = query_at(a, w, row);
-        const int mine = row / 16, inside = row % 16;  // tile, row in the tile; its group g is warp mine + g * tiles
-        const float sink = sink_of(a, w, query);
-        float peak = sink, weights[WARPS] = {};
-        for (int g = 0; g < groups; ++g) peak = fmaxf(peak, tops[mine + g * tiles][inside]);
-        const float base = finite_or_zero(peak);
-        float total = exp2_fast(sink - base);
 #pragma unroll
-        for (int g = 0; g < WARPS; ++g)
-            if (g < groups) {
-                weights[g] = exp2_fast(tops[mine + g * tiles][inside] - base);
-                total += weights[g] * sums[mine + g * tiles][inside];
+    for (int from = 0; from < HEAD_DIM; from += MERGED) {
+        if (from > 0) {
+            __syncthreads();  // the columns before have been read
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float* o_row = merged + (16 * warp + lane / 4 + 8 * half) * PITCH + 2 * quarter;
+                const auto* o = r.o + from / 8;
+#pragma unroll
+                for (int n = 0; n < MERGED / 8; ++n) *(float2*)(o_row + 8 * n) = {o[n][2 * half], o[n][2 * half + 1]};
             }
-        const float factor = total == 0.f ? 0.f : 1.f / total;
-        for (int column = lane; column < a.value_dim; column += 32) {
-            float y = 0.f;
+            __syncthreads();
+        }
+        for (int row = warp; row < w.rows; row += WARPS) {
+            const Query query = query_at(a, w, row);
+            const int mine = row / 16, inside = row % 16;  // tile, row in the tile; its group g is warp mine + g * tiles
+            const float sink = sink_of(a, w, query);
+            float peak = sink, weights[WARPS] = {};
+            for (int g = 0; g < groups; ++g) peak = fmaxf(peak, tops[mine + g * tiles][inside]);
+            const float base = finite_or_zero(peak);
+            float total = exp2_fast(sink - base);
 #pragma unroll
             for (int g = 0; g < WARPS; ++g)
-                if (g < groups) y += weights[g] * merged[(16 * (mine + g * tiles) + inside) * PITCH + column];
-            store_value(a, w, query, column, y * factor, out, parts);
+                if (g < groups) {
+                    weights[g] = exp2_fast(tops[mine + g * tiles][inside] - base);
+                    total += weights[g] * sums[mine + g * tiles][inside];
+                }
+            const float factor = total == 0.f ? 0.f : 1.f / total;
+            for (int column = lane; column < (MERGED < HEAD_DIM ? min(MERGED, a.value_dim - from) : a.value_dim);
+                 column += 32) {
+                float y = 0.f;
+#pragma unroll
+                for (int g = 0; g < WARPS; ++g)
+                    if (g < groups) y += weights[g] * merged[(16 * (mine + g * tiles) + inside) * PITCH + column];
+                store_value(a, w, query, from + column, y * factor, out, parts);
+            }
+            if (from == 0 && lane == 0) store_lse(a, w, query, (base + log2f(total)) * LN2, lse, parts_lse);
         }
-        if (lane == 0) store_lse(a, w, query, (base + log2f(total)) * LN2, lse, parts_lse);
     }
 }

@@ -8,6 +8,7 @@ from attention_problems import Problem
 from checks import find, sampled
 
 from gpuattn.arrays import BFLOAT16
+from gpuattn.ops.attention import decode_attention as decoding
 from gpuattn.ops.norm import dropout_add_norm as op
 from gpuattn.rng import Key
 
@@ -54,6 +55,30 @@ def test_short_sequences(number):
 @pytest.mark.parametrize("number", sampled(CUDA_CORES, 2))
 def test_bfloat16_on_cuda_cores(number):
     check("raw-simt", number, "bfloat16")
+
+
+@pytest.mark.parametrize("head_dim, value_dim, tokens, heads, splits", sampled([
+    (256, 256, 1, 2, 1), (64, 64, 3, 8, 2), (128, 128, 16, 4, 3), (16, 136, 5, 8, 2),
+    (256, 192, 12, 6, 1), (80, 128, 1, 1, 1),
+], 2))  # fmt: skip
+def test_decoding_in_stages(head_dim, value_dim, tokens, heads, splits):
+    """Also with 48 rows and more, whose warps merge nothing, and keys of several stages."""
+    rng, sequences, room, kv_heads = np.random.default_rng(head_dim + tokens), 2, 208, 1
+    q = rng.standard_normal((sequences, tokens, heads, head_dim)).astype(np.float16)
+    shape = sequences, room, kv_heads
+    k, v = (rng.standard_normal((*shape, d)).astype(np.float16) for d in (head_dim, value_dim))
+    inputs = q, k, v, np.array([room, 71], np.int32), None, None, None, None
+    params = {
+        "scale": head_dim**-0.5, "window": None, "softcap": None, "splits": splits,
+        "batch_invariant": False, "needs": (False,) * 8,
+    }  # fmt: skip
+    exact = [x if x is None or x.dtype == np.int32 else x.astype(np.float32) for x in inputs]
+    wanted, _ = find(decoding.IMPLS, "reference").forward(*exact, **params)
+    with emulator.Machine(seed=tokens, card="7.5").in_place():
+        run = find(decoding.IMPLS, "raw-ampere").forward
+        found, _ = run(*map(emulator.as_array, inputs), **params)
+    for mine, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(mine, np.float32), want, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype, rows, cols, p, with_dh", sampled([

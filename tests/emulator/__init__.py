@@ -8,7 +8,7 @@ in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is bu
 - lanes run independently between warp-wide instructions, some lanes and warps are slow, and a wait
   waits for its own condition only;
 - shared memory begins as NaN, and is aligned as its declarations ask and no better; an access at an
-  address that its type does not allow is an error;
+  address that its type does not allow is an error, and so is a change of what lies after it;
 - TMA or wgmma reading a store before the storing thread's proxy fence is an error; descriptors,
   swizzles and tensor maps are decoded bit by bit;
 - registers must not be used while wgmma uses them;
@@ -41,6 +41,7 @@ from gpuattn.errors import SlowerRefusal
 from gpuattn.impls import OPS, Impl, Impls, choose, choose_backward
 from gpuattn.ops.attention import (
     ampere,
+    decode_attention,
     dropout,
     gradient,
     hopper,
@@ -82,6 +83,7 @@ MODULES = (
     ampere,
     simt,
     short,
+    decode_attention,
     dropout_add_norm,
     linear_dropout_add_norm,
     gelu_hopper,

@@ -10,7 +10,9 @@ namespace machine {
 constexpr u32 FIRST = 1024;     // first address of a block's shared memory
 constexpr u32 PADDING = 256;    // before dynamic shared memory, so that its alignment can be chosen
 constexpr u32 STATIC = 48 << 10, BESIDE = 1024;  // bytes of a static array alone, and beside dynamic memory
+constexpr u32 GUARD = 64 << 10;  // bytes after shared memory, which nothing may change
 constexpr size_t STACK = 96 << 10;
+constexpr unsigned char UNWRITTEN[] = {0xff, 0xff, 0xff, 0x7f};  // NaN as a float, out of range as an index
 constexpr long STEPS = 400000000;  // a launch that takes more is reported as hanging
 
 Thread* me;
@@ -98,8 +100,8 @@ static void advance_one() {
 
 // ---- shared memory
 unsigned char* Block::at(u32 address, u32 bytes, u32 alignment) {
-    if (address % alignment || address < FIRST || address + bytes > memory.size())
-        fail("%u bytes at %u of shared memory, which ends at %zu", bytes, address, memory.size());
+    if (address % alignment || address < FIRST || address + bytes > end)
+        fail("%u bytes at %u of shared memory, which ends at %u", bytes, address, end);
     return &memory[address];
 }
 unsigned char* Block::for_hardware(u32 address, u32 bytes) {
@@ -134,8 +136,9 @@ void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
 static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size_t shared_bytes) {
     auto b = std::make_unique<Block>();
     b->number = number, b->running = threads;
-    b->memory.assign(FIRST + (shared_bytes ? BESIDE + PADDING + shared_bytes : STATIC), 0xff);
-    for (size_t n = 3; n < b->memory.size(); n += 4) b->memory[n] = 0x7f;  // NaN as a float, out of range as an index
+    b->dynamic = shared_bytes, b->end = FIRST + (shared_bytes ? BESIDE : STATIC);
+    b->memory.assign(b->end + PADDING + shared_bytes + GUARD, 0xff);
+    for (size_t n = 3; n < b->memory.size(); n += 4) b->memory[n] = UNWRITTEN[3];
     b->words.resize(b->memory.size() / 4);
     b->threads.resize(threads);
     b->warps.resize(threads / 32);
@@ -151,6 +154,9 @@ static void check_end(Block& b) {
     for (const TaskPtr& task : tasks)
         if (task->block == &b && !(task->stages.size() == 2 && task->done == 1))  // what was read may still be written
             fail("block %u ended while TMA or wgmma uses its shared memory", b.number);
+    for (size_t n = b.end; n < b.memory.size(); ++n)
+        if (b.memory[n] != UNWRITTEN[n % 4])
+            fail("block %u wrote at %zu of shared memory, which ends at %u", b.number, n, b.end);
     if (!b.readers.empty()) fail("block %u ended without a wait for its copies or products", b.number);
     for (Warp& w : b.warps) {
         const long first = b.warps[w.number / 4 * 4].issued;
@@ -210,7 +216,11 @@ const char* launch(uint3 grid, unsigned threads, unsigned size_of_cluster, unsig
 }  // namespace machine
 
 using namespace machine;
-void* dynamic_shared_memory(size_t alignment) { return &me->block->memory[FIRST + BESIDE + alignment]; }
+void* dynamic_shared_memory(size_t alignment) {
+    const u32 start = FIRST + BESIDE + alignment;
+    me->block->end = std::max(me->block->end, start + me->block->dynamic);
+    return &me->block->memory[start];
+}
 void* static_shared_memory() { return &me->block->memory[FIRST]; }
 void* shared_variable(int site, size_t bytes, size_t alignment) {
     auto& memory = me->block->variables[site];

@@ -85,6 +85,7 @@ struct Word { unsigned writer = 0, state = 0; };  // 1 + the thread of an unfenc
 struct Block {
     unsigned number, running;
     std::vector<unsigned char> memory;  // shared
+    u32 dynamic, end;                   // bytes of dynamic shared memory; where all of it ends
     std::vector<Word> words;
     std::map<int, std::vector<unsigned char>> variables;  // shared variables outside of `memory`, by declaration
     std::vector<TaskPtr> readers;  // tasks that read shared memory

@@ -40,13 +40,17 @@ def translate(text, signatures):
         text = re.sub(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
     sites = itertools.count()
 
-    def variable(m):
-        align, kind, name, size = m.groups("")
-        place = f"{next(sites)}, sizeof({kind}{size}), {align or f'alignof({kind})'}"
-        return f"auto& {name} = *({kind}(*){size})shared_variable({place});"
+    def variables(m):
+        align, kind, names = m.groups("")
+        parts = []
+        for name, size in re.findall(r"(\w+)((?:\[[^\]]*\])*)(?:, |$)", names):
+            place = f"{next(sites)}, sizeof({kind}{size}), {align or f'alignof({kind})'}"
+            parts.append(f"auto& {name} = *({kind}(*){size})shared_variable({place});")
+        return " ".join(parts)
 
-    declared = r"__shared__ (?:__align__\((\d+)\) )?([\w ]+) (\w+)(\[[^\]]*\])?;"
-    text = re.sub(declared, variable, text)
+    one = r"\w+(?:\[[^\]]*\])*"
+    declared = rf"__shared__ (?:__align__\((\d+)\) )?([\w ]+) ({one}(?:, {one})*);"
+    text = re.sub(declared, variables, text)
     for name, parameters in signatures.items():
         arguments = ", ".join(f"*({kind}*)x[{n}]" for n, (kind, _) in enumerate(parameters))
         cluster = re.search(rf"__cluster_dims__\((\w+),[^)]*\)\s*{name}\(", text)
