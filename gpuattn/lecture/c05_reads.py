@@ -10,14 +10,11 @@ Vary: python -m gpuattn.lecture.c05_reads N=64
 """
 
 # %%
-import importlib.util
-from functools import partial
-
 import numpy as np
 
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness import attention
-from gpuattn.lecture.harness.counted import Counted
+from gpuattn.lecture.harness.counted import Counted, by_tiles
 from gpuattn.lecture.harness.forms import doublings
 from gpuattn.lecture.harness.machine import here
 from gpuattn.lecture.harness.say import ratio
@@ -63,16 +60,12 @@ say.curves(f"Reads of an element, product of two {N} x {N} matrices", {"counted"
            label="side of the tile", unit="reads", log="xy")  # fmt: skip
 pair = {f"tiles of side {tile}": N / count for tile, count in (curve[0], curve[-1])}
 say.order("E17", "FLOPs for each element read", pair)
-if say.device == "cuda" and importlib.util.find_spec("numba"):  # to read: numbakernels/matmul.py
-    from gpuattn.numbakernels.matmul import TILE, product
-
-    a, b = say.normal(1024, 1024), say.normal(1024, 1024)
-    tiles, apart = partial(product, a, b), partial(product, a, b, shared=False)
-    error = abs(apart()[1] / tiles()[1] - TILE)
-    say.near("E15", f"reads alone over reads by tiles: difference from {TILE}", error, 0)
-    us = say.times({"tiles": tiles, "alone": apart})
+if found := by_tiles(say):  # on a GPU, by the kernels of numbakernels/matmul.py
+    tile, fewer, times = found
+    what = f"reads alone over reads by tiles: difference from {tile}"
+    say.near("E15", what, abs(fewer - tile), 0)
     what = "product of side 1,024: times as fast by tiles as alone"
-    say.record("E15", what, ratio(us["alone"], us["tiles"]))  # the L1 cache shares reads too
+    say.record("E15", what, times)  # less than the reads: the L1 cache shares them too
 # %% [markdown]
 # Coalesced reads: memory is fetched in sectors of neighbours. A copy of every n-th element fetches
 # those between, too, up to the size of a sector.

@@ -77,10 +77,9 @@ for id, used in (("C03", m), ("C11", b)):
 # An A100 has room for 98,304 elements of 16 bits.
 # %%
 M, sizes = (192 << 10) // 2, (64, 128, 256, 512)
-gain = {name: [s for s in sizes if s * s < bound] for name, bound in (("M", M), ("1 / M", 1 / M))}
-say.exact("C13", "head sizes that gain", gain["M"])
-fits = next(name for name, found in gain.items() if found == [64, 128, 256])
-say.differs("C13", "what d^2 is compared with", fits)
+gain, other = ([size for size in sizes if size**2 < bound] for bound in (M, 1 / M))
+say.exact("C13", "head sizes that gain", gain)
+say.differs("C13", "what d^2 is compared with", "M" if len(gain) > len(other) else "1 / M")
 # %% [markdown]
 # Memory beyond the inputs, by length.
 # %%

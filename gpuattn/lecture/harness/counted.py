@@ -1,9 +1,12 @@
 """Counts of what code reads, writes and computes, taken while it runs."""
 
 import contextlib
+import importlib.util
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,6 +166,23 @@ def unfused(rng: Any, N: int, D: int) -> dict[str, int]:
     moved["mask, softmax, dropout"] = table.bytes - moved["scores"]
     out[:] = table.array.astype(read) @ v[:].astype(read)  # reads the table again: not in the notes
     return moved | {"V and out": v.bytes + out.bytes}
+
+
+def by_tiles(say: Any) -> tuple[int, float, float] | None:
+    """Compare products of side 1,024 on a GPU, by tiles in shared memory and each thread alone.
+
+    Returns the side of a tile, how many times fewer reads of memory the kernel with tiles counts,
+    and how many times as fast it is. None on NumPy, or without Numba.
+    """
+    if say.device != "cuda" or not importlib.util.find_spec("numba"):
+        return None
+    from gpuattn.numbakernels.matmul import TILE, product
+
+    a, b = say.normal(1024, 1024), say.normal(1024, 1024)
+    tiles, alone = partial(product, a, b), partial(product, a, b, shared=False)
+    us = say.times({"tiles": tiles, "alone": alone})
+    fewer = alone()[1] / tiles()[1]
+    return TILE, fewer, statistics.median(us["alone"]) / statistics.median(us["tiles"])
 
 
 def product(rows: int, inner: int, cols: int, dtype: Any) -> Work:
