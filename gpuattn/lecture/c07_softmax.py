@@ -89,12 +89,13 @@ error = difference(merged, gpuattn.flash_attention(q, k, v))
 say.near("B13", "attention of two blocks merged: difference from all keys", error, 1e-6)
 kept = to_cpu(gpuattn.softmax(say.normal(16, 16), causal=True)) > 0
 say.differs("C02", "kept", "i >= j" if (kept == np.tri(16)).all() else "i > j")
-found = reductions(gpuattn.softmax, say.rng.standard_normal((4, N)))
-say.exact("D13", "reductions of softmax", found)
-plans = [row_threads("forward", cols * 2 // 16, False) for cols in (32, 16_384)]
-few, many = (threads for threads, _ in filter(None, plans))
-pair = {"32 numbers of 16 bits": few, "16,384 numbers": many}
-say.order("D14", "threads that share a row", pair)
+rows = say.rng.standard_normal((4, N))
+say.exact("D13", "reductions of softmax", reductions(gpuattn.softmax, rows))
+plans = {"32 numbers of 16 bits": row_threads("forward", 32 * 2 // 16, False),
+         "16,384 numbers": row_threads("forward", 16_384 * 2 // 16, False)}  # fmt: skip
+say.order(
+    "D14", "threads that share a row", {name: plan[0] for name, plan in plans.items() if plan}
+)
 say.bars("Reads of each element of the row, as counted", reads, "reads")
 first = {name: line[:128] for name, line in lines.items()}
 say.curves("Online softmax: running maximum and rescaled sum", first, label="elements so far")

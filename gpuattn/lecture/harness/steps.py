@@ -80,6 +80,7 @@ def _on_gpu(rung, ours, pool, refusals):
         peak = pool.total_bytes()
         if rung.graphs:
             updates = Updates(ours, tuned=False, notify=refusals.append)
+            pool.free_all_blocks()
             for _ in range(2):  # the second is captured
                 updates()
             pool.free_all_blocks()
