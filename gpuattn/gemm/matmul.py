@@ -161,9 +161,9 @@ def matmul_and_sums(
 def matmul_stacks(a: Array, b: Array) -> Array:
     """Return ``a @ b`` for stacks of matrices (..., M, K) and (..., K, N) of one float dtype.
 
-    For GPU arrays; leading axes broadcast. Where cuBLASLt cannot do that, CuPy does, and a
-    SlowPathWarning says why, unless that is by design. 16-bit stacks are then multiplied in
-    float32: CuPy has no product of bfloat16 stacks.
+    For GPU arrays; leading axes broadcast. Where cuBLASLt cannot do that, CuPy does, which no CUDA
+    graph can capture, and a SlowPathWarning says why, unless there is nothing to multiply. 16-bit
+    stacks are then multiplied in float32: CuPy has no product of bfloat16 stacks.
     """
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*lead, a.shape[-2], b.shape[-1])
@@ -171,7 +171,8 @@ def matmul_stacks(a: Array, b: Array) -> Array:
         return _product(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b).reshape(shape)
     xp, count = get_xp(a), math.prod(lead)
     stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
-    done = _warned(cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks)))
+    done = cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks))
+    _warned(done, always=a.dtype != b.dtype)
     if type(done) is not Reason:
         return done.reshape(shape)
     work = wide(a.dtype)
@@ -179,9 +180,9 @@ def matmul_stacks(a: Array, b: Array) -> Array:
     return product.astype(a.dtype, copy=False)
 
 
-def _warned(done: Array | Reason) -> Array | Reason:
-    """Return what ``cublaslt.multiply`` returned, and warn if that is a reason."""
-    if type(done) is Reason and not done.by_design:
+def _warned(done: Array | Reason, always: bool = False) -> Array | Reason:
+    """Return what ``cublaslt.multiply`` returned; warn of a reason, ``always`` or by its kind."""
+    if type(done) is Reason and (always or not done.by_design):
         warn_slow_path(f"a matrix product takes a slower path because {done}")
     return done
 

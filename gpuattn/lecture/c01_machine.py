@@ -60,7 +60,6 @@ work = [2.0**n for n in range(-4, 13)]
 lines = {"here, as measured": [(x, min(peak, x * copy) * 1e12) for x in work],
          "an A100, as printed": [(x, min(312, x * 1.935) * 1e12) for x in work]}  # fmt: skip
 alt = f"A roof that rises to {peak:.3g} TFLOP/s at {peak / copy:.0f} FLOPs a byte, and an A100's."
-say.curves("The roofline: FLOP/s that a program can reach, by its FLOPs a byte", alt, lines,
-           label="FLOPs a byte", unit="FLOP/s", log=True, log_x=True)  # fmt: skip
-alt = "; ".join(f"{kind}: {rate:,.4g} TFLOP/s" for kind, rate in products.items())
-say.bars("Matrix products here, by the kind of number", alt, products, "TFLOP/s")
+say.curves("The roofline: FLOP/s that a program can reach, by its FLOPs a byte", lines, alt=alt,
+           label="FLOPs a byte", unit="FLOP/s", log="xy")  # fmt: skip
+say.bars("Matrix products here, by the kind of number", products, "TFLOP/s")

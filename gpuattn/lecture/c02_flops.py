@@ -71,5 +71,4 @@ for call in calls:
     if call.flops:
         name = f"{call.op}, {call.direction}"
         bars[name] = bars.get(name, 0) + call.flops / 1e6
-alt = ", ".join(f"{name}: {flops:.1f} MFLOP" for name, flops in bars.items())
-say.bars("FLOPs of a step of a small GPT-2, as counted while it ran", alt, bars, "MFLOP")
+say.bars("FLOPs of a step of a small GPT-2, as counted while it ran", bars, "MFLOP")

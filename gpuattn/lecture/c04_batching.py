@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.forms import difference, doublings, generate
 
 say = lecture(__doc__)
 most, width, tokens = say.size("B", 64, 8, 512), say.size("width", 128, 32), 8
@@ -24,9 +24,9 @@ most, width, tokens = say.size("B", 64, 8, 512), say.size("width", 128, 32), 8
 # One product of B rows gives the same rows as B products of one.
 # %%
 x, weight = say.normal(16, width), say.normal(width, width)
-together = to_cpu(gpuattn.linear(x, weight))
-one_by_one = np.concatenate([to_cpu(gpuattn.linear(x[i : i + 1], weight)) for i in range(16)])
-say.near("B05", "rows together and one by one: difference", abs(together - one_by_one).max(), 1e-4)
+one_by_one = [gpuattn.linear(x[i : i + 1], weight)[0] for i in range(16)]
+error = difference(list(gpuattn.linear(x, weight)), one_by_one)
+say.near("B05", "rows together and one by one: difference", error, 1e-4)
 # %% [markdown]
 # A small GPT-2 continues B texts at once. Each gets the tokens that it gets alone.
 # %%
@@ -35,29 +35,25 @@ model = gpuattn.models.GPT2(config).to(device=say.device)
 prompts = say.xp.asarray(say.rng.integers(0, 256, (most, 1)))
 
 
-def generate(prompts):
-    stepper, text = model.stepper(prompts, tokens), [prompts[:, 0]]
-    for position in range(tokens):
-        text.append(stepper.step(text[-1], position).argmax(-1))
-    return to_cpu(say.xp.stack(text, 1))
+def continued(prompts):
+    return generate(model, prompts, prompts[:, 0], tokens)
 
 
-whole = generate(prompts)
-same = sum((generate(prompts[i : i + 1])[0] == whole[i]).all() for i in range(min(most, 8)))
+whole = continued(prompts)
+same = sum((continued(prompts[i : i + 1])[0] == whole[i]).all() for i in range(min(most, 8)))
 say.near("B05", "texts that differ from those generated alone", min(most, 8) - same, 0)
 # %% [markdown]
 # The time of a step by the clock, which is judged on a GPU.
 # %%
-sizes = [2**n for n in range(int(np.log2(most)) + 1)]
-us = say.times({str(B): partial(generate, prompts[:B]) for B in sizes})
+sizes = doublings(1, most)
+us = say.times({str(B): partial(continued, prompts[:B]) for B in sizes})
 median = {B: float(np.median(us[str(B)])) / tokens for B in sizes}
 pair = {f"{most} texts": median[most], f"{most} times that of one text": most * median[1]}
-say.order("B03", "time of a step", pair, "us", clock=True)
+say.faster("B03", "time of a step", pair)
 rates = {B: B / median[B] * 1e6 for B in sizes}
 pair = {"one text": rates[1], f"{most} texts": rates[most]}
 say.order("B06", "throughput", pair, "tokens/s", clock=True)
-alt = f"From {rates[1]:,.0f} tokens a second with one text to {rates[most]:,.0f} with {most}."
 lines = {"here": list(rates.items()),
          "B times one text": [(B, B * rates[1]) for B in sizes]}  # fmt: skip
-say.curves("Throughput over the batch", alt, lines, label="texts of the batch", unit="tokens/s",
-           log=True, log_x=True)  # fmt: skip
+say.curves("Throughput over the batch", lines, label="texts of the batch", unit="tokens/s",
+           log="xy")  # fmt: skip

@@ -10,15 +10,14 @@ Vary: python -m gpuattn.lecture.c05_reads N=64
 """
 
 # %%
-import importlib.util
-from functools import partial
-
 import numpy as np
 
-import gpuattn
 from gpuattn.lecture import lecture
-from gpuattn.lecture.harness.counted import Counted
+from gpuattn.lecture.harness import attention
+from gpuattn.lecture.harness.counted import Counted, by_tiles
+from gpuattn.lecture.harness.forms import doublings
 from gpuattn.lecture.harness.machine import here
+from gpuattn.lecture.harness.say import ratio
 
 say = lecture(__doc__)
 N = say.size("N", 32, 16)
@@ -29,10 +28,8 @@ N = say.size("N", 32, 16)
 
 def alone(a, b):
     """Each thread reads its row and its column."""
-    n = len(a)
-    return np.array(
-        [[sum(a[i, k] * b[k, j] for k in range(n)) for j in range(n)] for i in range(n)]
-    )
+    span = range(len(a))
+    return np.array([[sum(a[i, k] * b[k, j] for k in span) for j in span] for i in span])
 
 
 def shared(a, b, tile):
@@ -58,54 +55,36 @@ say.exact("E15", "reads of an element, each thread alone", int(each))
 together, other = reads(2, shared, 2)
 say.exact("E15", "reads of an element, shared tile", int(together))
 say.near("E15", "both products: difference from NumPy's", max(error, other), 1e-12)
-tiles = [2**n for n in range(int(np.log2(N)) + 1)]
-curve = [(tile, reads(N, shared, tile)[0]) for tile in tiles]
-alt = f"Reads of an element fall from {N} with tiles of side 1 to 1 with a tile of side {N}."
-say.curves(f"Reads of an element, product of two {N} x {N} matrices", alt,
-           {"counted": curve}, label="side of the tile", unit="reads", log=True,
-           log_x=True)  # fmt: skip
-work = {tile: 2 * N**3 / (count * 2 * N * N) for tile, count in curve}  # FLOPs for a read
-pair = {"tiles of side 1": work[1], f"tiles of side {tiles[-1]}": work[tiles[-1]]}
+curve = [(tile, reads(N, shared, tile)[0]) for tile in doublings(1, N)]
+say.curves(f"Reads of an element, product of two {N} x {N} matrices", {"counted": curve},
+           label="side of the tile", unit="reads", log="xy")  # fmt: skip
+pair = {f"tiles of side {tile}": N / count for tile, count in (curve[0], curve[-1])}
 say.order("E17", "FLOPs for each element read", pair)
-if say.device == "cuda" and importlib.util.find_spec("numba"):  # to read: numbakernels/matmul.py
-    from gpuattn.numbakernels.matmul import TILE, product
-
-    a, b = say.normal(1024, 1024), say.normal(1024, 1024)
-    (_, every), (_, once) = product(a, b, shared=False), product(a, b)
-    say.near("E15", f"reads alone over reads by tiles: difference from {TILE}",
-             abs(every / once - TILE), 0)  # fmt: skip
-    us = say.times({"tiles": partial(product, a, b), "alone": partial(product, a, b, shared=False)})
-    times = float(np.median(us["alone"]) / np.median(us["tiles"]))  # the L1 cache shares reads too
-    say.record("E15", "product of side 1,024: times as fast by tiles as alone", times)
+if found := by_tiles(say):  # on a GPU, by the kernels of numbakernels/matmul.py
+    tile, fewer, times = found
+    what = f"reads alone over reads by tiles: difference from {tile}"
+    say.near("E15", what, abs(fewer - tile), 0)
+    what = "product of side 1,024: times as fast by tiles as alone"
+    say.record("E15", what, times)  # less than the reads: the L1 cache shares them too
 # %% [markdown]
 # Coalesced reads: memory is fetched in sectors of neighbours. A copy of every n-th element fetches
 # those between, too, up to the size of a sector.
 # %%
-copies = here(say.device)["copy_tbs"]
-rates = {step: 1e3 * tbs for step, tbs in copies.items()}
+rates = {step: 1e3 * tbs for step, tbs in here(say.device)["copy_tbs"].items()}
 pair = {"every 32nd element": rates[32], "each element": rates[1]}
 say.order("E14", "rate of a copy", pair, "GB/s", clock=True)
-alt = f"From {rates[1]:,.3g} GB/s for neighbours to {rates[32]:,.3g} for every 32nd element."
-say.curves("Rate of a copy of every n-th element, only those counted", alt,
-           {"here": list(rates.items())}, label="n", unit="GB/s", log=True,
-           log_x=True)  # fmt: skip
+say.curves("Rate of a copy of every n-th element, only those counted",
+           {"here": list(rates.items())}, label="n", unit="GB/s", log="xy")  # fmt: skip
 # %% [markdown]
 # Tensor cores multiply whole tiles: attention in 16 bits with them and on CUDA cores.
 # %%
 if say.device == "cuda":
-    lead = []
+    impls, lead = {"tensor cores": "raw-ampere", "CUDA cores": "raw-simt"}, []
     for D in (32, 64, 128):
-        q, k, v = (say.normal(1, 4096, 16, D, dtype="float16") for _ in range(3))
-
-        def call(name, q=q, k=k, v=v):
-            return lambda: gpuattn.flash_attention(q, k, v, impl=name)
-
-        us = say.kernel_times({name: call(name) for name in ("raw-ampere", "raw-simt")})
-        lead.append((D, float(np.median(us["raw-simt"]) / np.median(us["raw-ampere"]))))
-    pair = {"tensor cores": us["raw-ampere"], "CUDA cores": us["raw-simt"]}
-    say.order("E16", "time of attention, head size 128", pair, "us", clock=True)
+        us = attention.times(say, impls, (1, 4096, 16, D))
+        lead.append((D, ratio(us["CUDA cores"], us["tensor cores"])))
+    say.faster("E16", "time of attention, head size 128", us)
     say.record("E16", "times as fast, head sizes 32, 64, 128", [x for _, x in lead])
-    alt = "; ".join(f"head size {D}: {times:.1f} times" for D, times in lead)
-    say.curves("How many times as fast attention is on tensor cores as on CUDA cores", alt,
+    say.curves("How many times as fast attention is on tensor cores as on CUDA cores",
                {"attention in 16 bits": lead}, label="head size", unit="times",
-               log_x=True)  # fmt: skip
+               log="x")  # fmt: skip

@@ -18,7 +18,8 @@ import numpy as np
 import gpuattn
 from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
-from gpuattn.lecture.harness.counted import Counted, Reductions
+from gpuattn.lecture.harness.counted import Counted, reductions
+from gpuattn.lecture.harness.forms import difference
 from gpuattn.ops.softmax import row_threads  # the rule by which rawkernels/softmax.cu is launched
 
 say = lecture(__doc__)
@@ -39,7 +40,8 @@ def two_passes(x):
     for i in range(N):
         new = max(top, float(value := x[i]))
         total, top = total * math.exp(top - new) + math.exp(value - new), new
-        running.append((i + 1, top, total))
+        for line, value in zip(lines.values(), (top, total), strict=True):
+            line.append((i + 1, value))
     return np.array([math.exp(x[i] - top) / total for i in range(N)])
 
 
@@ -54,13 +56,13 @@ def one_pass(x, v):
 
 
 row, values = say.rng.standard_normal((2, N)) * 2
-running: list = []
-reads, ours = {}, to_cpu(gpuattn.softmax(say.array(row)))
+lines: dict[str, list] = {"maximum": [], "sum of exp(x - maximum)": []}
+reads, ours = {}, gpuattn.softmax(say.array(row))
 for id, name, passes in (("C05", "three passes", three_passes), ("C06", "two passes", two_passes)):
     x = Counted(row)
-    error, reads[name] = abs(passes(x) - ours).max(), x.reads // N
+    say.near(id, "difference from softmax", difference(passes(x), ours), 1e-6)
+    reads[name] = x.reads // N
     say.exact(id, "reads of a number", reads[name])
-    say.near(id, "difference from softmax", error, 1e-6)
 x = Counted(row)
 error = abs(one_pass(x, values) - three_passes(Counted(row)) @ values)
 reads["one pass, for a weighted sum"] = x.reads // N
@@ -71,34 +73,29 @@ say.near("B13", "weighted sum in one pass: difference from three passes", error,
 large = say.array([1e4, 1e4 - 1, 0])
 with np.errstate(over="ignore"):
     say.record("C04", "exp of 10,000 in float32", float(np.exp(to_cpu(large)[0])))
-error = abs(to_cpu(gpuattn.softmax(large)) - np.array([math.e, 1, 0]) / (math.e + 1)).max()
+error = difference(gpuattn.softmax(large), np.array([math.e, 1, 0]) / (math.e + 1))
 say.near("C04", "softmax of 10,000, 9,999 and 0: difference", error, 1e-6)
 # %% [markdown]
 # Attention over two halves of the keys, merged by their log-sum-exp; a causal mask; the number of
 # reductions; and the threads that our kernel gives a row.
 # %%
 q, k, v = (say.normal(1, 64, 2, 32) for _ in range(3))
-halves = [slice(0, 32), slice(32, 64)]
+halves = slice(0, 32), slice(32, 64)
 parts = [gpuattn.flash_attention(q, k[:, h], v[:, h], return_lse=True) for h in halves]
 outs, sums = ([to_cpu(part[i]) for part in parts] for i in (0, 1))  # (B, T, H, D), (B, H, T)
-shares = [np.exp(lse - np.logaddexp(*sums)).swapaxes(1, 2)[..., None] for lse in sums]
-merged = outs[0] * shares[0] + outs[1] * shares[1]
-error = abs(merged - to_cpu(gpuattn.flash_attention(q, k, v))).max()
+shares = (np.exp(lse - np.logaddexp(*sums)).swapaxes(1, 2)[..., None] for lse in sums)
+merged = sum(out * share for out, share in zip(outs, shares, strict=True))
+error = difference(merged, gpuattn.flash_attention(q, k, v))
 say.near("B13", "attention of two blocks merged: difference from all keys", error, 1e-6)
 kept = to_cpu(gpuattn.softmax(say.normal(16, 16), causal=True)) > 0
-i, j = np.indices(kept.shape)
-rules = {"i > j": i > j, "i >= j": i >= j}
-say.differs("C02", "kept", next(name for name in rules if (rules[name] == kept).all()))
-Reductions.counts.clear()
-gpuattn.softmax(say.rng.standard_normal((4, N)).view(Reductions))
-say.exact("D13", "reductions of softmax", sum(Reductions.counts.values()))
-held = [row_threads("forward", cols * 2 // 16, False) for cols in (32, 16_384)]
-few, many = (threads for threads, _ in filter(None, held))
-pair = {"32 numbers of 16 bits": few, "16,384 numbers": many}
-say.order("D14", "threads that share a row", pair)
-say.bars("Reads of each element of the row, as counted", "Three, two and one.", reads, "reads")
-lines = {"maximum": [(n, top) for n, top, _ in running[:128]],
-         "sum of exp(x - maximum)": [(n, total) for n, _, total in running[:128]]}  # fmt: skip
-say.curves("Online softmax: running maximum and rescaled sum",
-           "The sum falls whenever the maximum rises: it is rescaled.",
-           lines, label="elements read so far")  # fmt: skip
+say.differs("C02", "kept", "i >= j" if (kept == np.tri(16)).all() else "i > j")
+rows = say.rng.standard_normal((4, N))
+say.exact("D13", "reductions of softmax", reductions(gpuattn.softmax, rows))
+plans = {"32 numbers of 16 bits": row_threads("forward", 32 * 2 // 16, False),
+         "16,384 numbers": row_threads("forward", 16_384 * 2 // 16, False)}  # fmt: skip
+say.order(
+    "D14", "threads that share a row", {name: plan[0] for name, plan in plans.items() if plan}
+)
+say.bars("Reads of each element of the row, as counted", reads, "reads")
+first = {name: line[:128] for name, line in lines.items()}
+say.curves("Online softmax: running maximum and rescaled sum", first, label="elements so far")

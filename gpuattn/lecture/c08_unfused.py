@@ -10,8 +10,7 @@ Vary: python -m gpuattn.lecture.c08_unfused N=4096
 """
 
 # %%
-import math
-import tracemalloc
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +18,7 @@ import gpuattn
 from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness.counted import memory, moved
+from gpuattn.lecture.harness.forms import both_ways, difference, doublings, host_peak
 
 say = lecture(__doc__)
 longest, d = say.size("N", 2048, 512, 8192), 64
@@ -31,19 +31,11 @@ def formula(q, k, v):
     return gpuattn.softmax(q @ k.swapaxes(-1, -2), scale=d**-0.5, causal=True) @ v
 
 
-def fused(q, k, v):
-    return gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-data, outs = [say.normal(1, 2, 64, d) for _ in range(3)], []
-for form in (formula, fused):
-    leaves = [gpuattn.Tensor(x, requires_grad=True) for x in data]
-    out = form(*leaves)
-    (out * out).sum().backward()
-    outs.append([to_cpu(x) for x in (out.data, *(leaf.grad for leaf in leaves))])
-errors = [abs(a - b).max() for a, b in zip(*outs, strict=True)]
-say.near("B09", "result: difference from the fused op", errors[0], 1e-5)
-say.near("B09", "gradients: difference from the fused op", max(errors[1:]), 1e-4)
+fused = partial(gpuattn.scaled_dot_product_attention, is_causal=True)
+data = [say.normal(1, 2, 64, d) for _ in range(3)]
+(out, *grads), (right, *others) = both_ways(formula, *data), both_ways(fused, *data)
+say.near("B09", "result: difference from the fused op", difference(out, right), 1e-5)
+say.near("B09", "gradients: difference from the fused op", difference(grads, others), 1e-4)
 # %% [markdown]
 # The formula again on arrays that count their accesses: forward in three kernels, or in four with
 # a mask, and backward.
@@ -51,7 +43,7 @@ say.near("B09", "gradients: difference from the fused op", max(errors[1:]), 1e-4
 
 
 def forward(m, mask=False):
-    m["S"][:] = m["Q"][:] @ m["K"][:].T / math.sqrt(d)
+    m["S"][:] = m["Q"][:] @ m["K"][:].T / np.sqrt(d)
     if mask:
         m["S"][:] = np.where(np.tri(N) > 0, m["S"][:], -np.inf)
     m["P"][:] = to_cpu(gpuattn.softmax(m["S"][:]))
@@ -63,17 +55,16 @@ def backward(m):
     m["dP"][:] = m["dO"][:] @ m["V"][:].T
     dP, P = m["dP"][:], m["P"][:]
     m["dS"][:] = P * (dP - (dP * P).sum(-1, keepdims=True))
-    m["dQ"][:] = m["dS"][:] @ m["K"][:] / math.sqrt(d)
-    m["dK"][:] = m["dS"][:].T @ m["Q"][:] / math.sqrt(d)
+    m["dQ"][:] = m["dS"][:] @ m["K"][:] / np.sqrt(d)
+    m["dK"][:] = m["dS"][:].T @ m["Q"][:] / np.sqrt(d)
 
 
 N = 128
 row, table = (N, d), (N, N)
-for mask, name in ((False, "three kernels"), (True, "four with a mask")):
+for mask, name in ((True, "four with a mask"), (False, "three kernels")):
     forward(m := memory(say.rng, Q=row, K=row, V=row, S=table, P=table, O=row), mask)
     writes = sum(x.writes // x.array.size for x in m.values())
     say.exact("B10", f"arrays written, {name}", writes)
-forward(m := memory(say.rng, Q=row, K=row, V=row, S=table, P=table, O=row))
 for name, size in (("S, over N^2", N * N), ("P, over N^2", N * N), ("O, over N d", N * d)):
     say.exact("C01", f"elements of {name}", m[name[0]].array.size / size)
 inputs, outputs = (dict.fromkeys(names, row) for names in (("dO", *"QKV"), ("dQ", "dK", "dV")))
@@ -86,27 +77,21 @@ for id, used in (("C03", m), ("C11", b)):
 # An A100 has room for 98,304 elements of 16 bits.
 # %%
 M, sizes = (192 << 10) // 2, (64, 128, 256, 512)
-gain = {name: [s for s in sizes if s * s < bound] for name, bound in (("M", M), ("1 / M", 1 / M))}
-say.exact("C13", "head sizes that gain", gain["M"])
-fits = next(name for name, found in gain.items() if found == [64, 128, 256])
-say.differs("C13", "what d^2 is compared with", fits)
+gain, other = ([size for size in sizes if size**2 < bound] for bound in (M, 1 / M))
+say.exact("C13", "head sizes that gain", gain)
+say.differs("C13", "what d^2 is compared with", "M" if len(gain) > len(other) else "1 / M")
 # %% [markdown]
 # Memory beyond the inputs, by length.
 # %%
 lines: dict[str, list] = {"unfused": [], "flash attention": []}
-for N in (2**n for n in range(8, int(math.log2(longest)) + 1)):
-    arrays = [say.rng.standard_normal((1, 1, N, d), np.float32) for _ in range(3)]
+for N in doublings(256, longest):
+    tensors = [gpuattn.Tensor(say.rng.standard_normal((1, 1, N, d), np.float32)) for _ in range(3)]
     for name, form in (("unfused", formula), ("flash attention", fused)):
-        tracemalloc.start()
-        form(*map(gpuattn.Tensor, arrays))
-        lines[name].append((N, tracemalloc.get_traced_memory()[1] / 2**20))
-        tracemalloc.stop()
+        lines[name].append((N, host_peak(partial(form, *tensors)) / 2**20))
 (first, last), (before, after) = ([mib for _, mib in line[-2:]] for line in lines.values())
 say.order("A17", f"memory at N = {N:,}", {"flash attention": after, "unfused": last}, "MiB")
 grown = abs(last / first / 4 - 1)
 say.near("E04", "unfused, N doubled: relative difference of its memory from 4 times", grown, 0.1)
 pair = {"twice the N": after, "2.2 times that of N": 2.2 * before}
 say.order("C14", "memory of flash attention", pair, "MiB")
-alt = f"At {N:,} tokens unfused takes {last:.1f} MiB and flash attention {after:.1f}."
-say.curves("Memory beyond the inputs, one head", alt, lines, label="tokens N", unit="MiB", log=True,
-           log_x=True)  # fmt: skip
+say.curves("Memory beyond the inputs, one head", lines, label="tokens N", unit="MiB", log="xy")

@@ -15,9 +15,9 @@ import math
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness.counted import Counted
+from gpuattn.lecture.harness.forms import difference, doublings
 from gpuattn.ops.attention import ampere
 
 say = lecture(__doc__)
@@ -57,9 +57,9 @@ data = [say.rng.standard_normal((N, D), np.float32) for _ in range(3)]
 for causal in (False, True):
     *_, out = run(rows, cols, causal=causal)
     q, k, v = (say.array(x)[None, :, None] for x in data)
-    ours = to_cpu(gpuattn.flash_attention(q, k, v, causal=causal))[0, :, 0]
-    name = "causal" if causal else "full"
-    say.near("C07", f"{name}: difference from flash_attention", abs(out.array - ours).max(), 1e-6)
+    ours = gpuattn.flash_attention(q, k, v, causal=causal)[0, :, 0]
+    error, name = difference(out.array, ours), "causal" if causal else "full"
+    say.near("C07", f"{name}: difference from flash_attention", error, 1e-6)
 q, k, v, out = run(N, cols)  # one block of all queries
 say.exact("C07", "reads of a key by a block of queries", k.reads // k.array.size)
 # %% [markdown]
@@ -71,8 +71,8 @@ say.exact("C08", "keys of a block, M = 98,304, d = 64", math.ceil(M / (4 * d)))
 say.exact("C08", "queries of a block, M = 98,304, d = 64", min(math.ceil(M / (4 * d)), d))
 tile = ampere.forward_tile(64, 2, extras=False, dropout=False, capability=80)
 say.record("C08", "our tile on an A100: queries, keys", list(tile))
-size = ampere.forward_shared_bytes(64, 2, *tile)
-pair = {"our tile": size / 1024, "of a multiprocessor": 192.0}
+shared = ampere.forward_shared_bytes(64, 2, *tile) / 1024
+pair = {"our tile": shared, "of a multiprocessor": 192.0}
 say.order("C08", "shared memory of an A100", pair, "KB")
 # %% [markdown]
 # Bytes that are read and written, over the size of the block of queries. Unfused attention instead
@@ -80,29 +80,25 @@ say.order("C08", "shared memory of an A100", pair, "KB")
 # the reads of K and V are 8 N^2 d^2 / M elements.
 # %%
 curve, table, worst = [], [], 0.0
-for block in (2**n for n in range(3, int(math.log2(N)) + 1)):
+for block in doublings(8, N):
     arrays = run(block, cols)
     curve.append((block, sum(x.bytes for x in arrays)))
     again = arrays[1].reads + arrays[2].reads
     worst = max(worst, abs(again * (4 * block * D) / (8 * N * N * D * D) - 1))
     table.append((block, 4 * N * D * 4 + 4 * N * N * 4))  # written, read, written, read
-what = "K and V read: relative difference from 8 N^2 d^2 / M"
-say.near("C12", what, worst, 1e-9)
+say.near("C12", "K and V read: relative difference from 8 N^2 d^2 / M", worst, 1e-9)
 pair = {f"blocks of {block} queries": dict(curve)[block] / 1e6 for block in (64, 8)}
 say.order("C12", "read and written by flash attention", pair, "MB")
 seen: list = []
 run(rows, cols, causal=True, seen=seen)
-blocks = math.ceil(N / rows)
-when = np.zeros((blocks, math.ceil(N / cols)))
-for step, (i, j, _) in enumerate(seen, 1):
-    when[i, j] = step / len(seen)
-most = max(held for *_, held in seen)
-pair = {"a tile, with its output": most, "all scores": N * N}
+i, j, held = np.transpose(seen)
+pair = {"a tile, with its output": held.max(), "all scores": N * N}
 say.order("C07", "elements held at a time", pair)
+when = np.zeros((i.max() + 1, j.max() + 1))
+when[i, j] = np.linspace(0, 1, len(seen) + 1)[1:]
 title = "Causal: tiles of queries (rows) by keys (columns). The later, the darker; white: skipped"
 alt = "Tiles on and below the diagonal, computed row by row."
 say.maps(title, alt, when, range(0, N, rows), range(0, N, cols))
-say.curves("Bytes read and written, as counted, over the size of the block of queries",
-           "Bytes fall as one over the block; with small blocks unfused attention moves fewer.",
-           {"flash attention": curve, "unfused": table}, label="queries of a block", unit="bytes",
-           log=True, log_x=True)  # fmt: skip
+lines = {"flash attention": curve, "unfused": table}
+say.curves("Bytes read and written, as counted, over the size of the block of queries", lines,
+           label="queries of a block", unit="bytes", log="xy")  # fmt: skip

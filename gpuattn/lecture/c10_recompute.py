@@ -11,16 +11,15 @@ Vary: python -m gpuattn.lecture.c10_recompute layers=12
 """
 
 # %%
-import tracemalloc
 from functools import partial
 
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.bench import hbm
 from gpuattn.lecture import lecture
-from gpuattn.lecture.harness import counted
+from gpuattn.lecture.harness import attention, counted
+from gpuattn.lecture.harness.forms import both_ways, difference, gradients, host_peak
 
 say = lecture(__doc__)
 T, D = say.size("T", 128, 64), 32
@@ -35,23 +34,17 @@ O = P @ v  # noqa: E741 the letter of the formulas
 dV, dP = P.T @ dO, dO @ v.T
 dS = P * (dP - (dP * P).sum(-1, keepdims=True))
 dQ, dK = dS @ k / np.sqrt(D), dS.T @ q / np.sqrt(D)
-leaves = [
-    gpuattn.Tensor(say.array(x, np.float64)[None, :, None], requires_grad=True) for x in (q, k, v)
-]
-gpuattn.flash_attention(*leaves).backward(say.array(dO, np.float64)[None, :, None])
-for name, formula, leaf in zip(("dQ", "dK", "dV"), (dQ, dK, dV), leaves, strict=True):
-    error = abs(formula - to_cpu(leaf.grad)[0, :, 0]).max()
+heads = [say.array(x, np.float64)[None, :, None] for x in (q, k, v)]
+_, *ours = both_ways(gpuattn.flash_attention, *heads, grad=say.array(dO, np.float64)[None, :, None])
+for name, formula, grad in zip(("dQ", "dK", "dV"), (dQ, dK, dV), ours, strict=True):
+    error = difference(formula, grad[0, :, 0])
     say.near("C09", f"{name}: difference from the fused op", error, 1e-12)
-row, step = S[0], 1e-6
-jacobian = np.diag(P[0]) - np.outer(P[0], P[0])
-numeric = np.empty((T, T))
-for j in range(T):
-    e = np.exp(row[None] + step * np.array([[1], [-1]]) * np.eye(T)[j])
-    numeric[:, j] = np.subtract(*(e / e.sum(-1, keepdims=True))) / (2 * step)
-error = abs(jacobian - numeric).max()
+jacobian, step = np.diag(P[0]) - np.outer(P[0], P[0]), 1e-6 * np.eye(T)
+up, down = (e / e.sum(-1, keepdims=True) for e in (np.exp(S[0] + step), np.exp(S[0] - step)))
+error = difference(jacobian, (up - down) / 2e-6)
 say.near("C09", "diag(P) - P P^T: difference from finite differences", error, 1e-8)
-sums = abs((dP * P).sum(-1) - (dO * O).sum(-1)).max()
-say.near("C10", "row sums of dP P: difference from those of dO O", sums, 1e-12)
+error = difference((dP * P).sum(-1), (dO * O).sum(-1))
+say.near("C10", "row sums of dP P: difference from those of dO O", error, 1e-12)
 # %% [markdown]
 # So flash attention does more FLOPs, moves fewer bytes and takes less time: as printed, by the byte
 # model (gpuattn.traffic), by the clock, and by the counters of a GPU where ncu can read them.
@@ -63,24 +56,22 @@ gigabytes = 2 * 64 * 16 * (18 * 1024**2 + 12 * 1024 * 64) / 1e9  # masks and dro
 error = abs(gigabytes / 40.3 - 1)
 say.near("E19", "18 N^2 + 12 N d elements: relative difference from 40.3 GB", error, 0.01)
 shape = (64, 1024, 16, 64) if say.device == "cuda" else (1, 256, 2, 64)
-arrays = [say.normal(*shape, dtype="float16" if say.device == "cuda" else "float32")] * 3
-attention, moved, calls = gpuattn.flash_attention, {}, {}
-for name, impl in {"unfused": "unfused", "fused": None}.items():
-    both = [gpuattn.traffic(attention, *arrays, direction=way, impl=impl).bytes
-            for way in ("forward", "backward")]  # fmt: skip
-    moved[name], calls[name] = sum(both), partial(attention, *arrays, impl=impl)
+arrays, moved = [say.xp.empty(shape, say.dtype)] * 3, {}
+for name, impl in (impls := {"fused": None, "unfused": "unfused"}).items():
+    there, back = (
+        gpuattn.traffic(gpuattn.flash_attention, *arrays, direction=way, impl=impl).bytes
+        for way in ("forward", "backward")
+    )
+    moved[name] = there + back
     measured, reason = hbm.measure("flash_attention", shape, impl, say.device)
     if measured:
-        error = abs(measured / both[0] - 1)
         what = f"{name}: relative difference of the bytes measured from the byte model"
-        say.near("E19", what, error, 0.1)
+        say.near("E19", what, abs(measured / there - 1), 0.1)
     else:
         say.record("E19", f"{name}: bytes measured", f"none: {reason}")
-ratio = moved["unfused"] / moved["fused"]
-say.record("E19", "bytes by the byte model, unfused over fused, times", ratio)
-us = say.kernel_times(calls)
-pair = {name: us[name] for name in ("fused", "unfused")}
-say.order("E19", "time, forward", pair, "us", clock=True)
+times = moved["unfused"] / moved["fused"]
+say.record("E19", "bytes by the byte model, unfused over fused, times", times)
+say.faster("E19", "time, forward", attention.times(say, impls, shape))
 # %% [markdown]
 # The same trade for whole layers: store all activations, or only the input of each layer.
 # %%
@@ -93,26 +84,16 @@ model = gpuattn.models.GPT2(config)
 
 
 def step_of(kept):
-    """Return the peak memory of a step in MiB, its gradients, and its FLOPs."""
+    """Return the peak memory of a step in MiB, its gradients, and its MFLOPs."""
     model.checkpoint = kept
-    for parameter in model.parameters():
-        parameter.grad = None
-    tracemalloc.start()
-    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    peak = tracemalloc.get_traced_memory()[1] / 2**20
-    tracemalloc.stop()
-    gradients = np.concatenate([parameter.grad.ravel() for parameter in model.parameters()])
-    with counted.ops() as calls:
-        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    return peak, gradients, sum(call.flops for call in calls)
+    step = partial(gradients, model, tokens[:, :-1], tokens[:, 1:])
+    found, calls = counted.run(step)
+    return host_peak(step) / 2**20, found, sum(call.flops for call in calls) / 1e6
 
 
-(stored, right, least), (again, gradients, most) = step_of("none"), step_of("block")
+(stored, right, least), (again, found, most) = step_of("none"), step_of("block")
 say.order("E03", "peak memory of a step", {"recomputed": again, "stored": stored}, "MiB")
-what = "gradients, recomputed and stored: difference"
-say.near("E03", what, abs(gradients - right).max(), 1e-6)
-pair = {"stored": least / 1e6, "recomputed": most / 1e6}
-say.order("E18", "the price: work of a step", pair, "MFLOP")
+say.near("E03", "gradients, recomputed and stored: difference", difference(found, right), 1e-6)
+say.order("E18", "the price: work of a step", {"stored": least, "recomputed": most}, "MFLOP")
 peaks = {"all activations stored": stored, "recomputed, layer by layer": again}
-alt = ", ".join(f"{name}: {peak:.1f} MiB" for name, peak in peaks.items())
-say.bars(f"Peak memory of a training step, {layers} layers", alt, peaks, "MiB")
+say.bars(f"Peak memory of a training step, {layers} layers", peaks, "MiB")

@@ -11,12 +11,14 @@ Vary: python -m gpuattn.lecture.c12_range T=512
 
 # %%
 import math
+from functools import partial
 
 import numpy as np
 
 import gpuattn
 from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.forms import difference, doublings
 
 say = lecture(__doc__)
 T, D = say.size("T", 256, 128), 64
@@ -45,22 +47,17 @@ def ours(q, k, v):
     return to_cpu(gpuattn.flash_attention(q, k, v))[0, :, 0]
 
 
-forms = {"late": late, "early": early, "ours": ours}
-NAMES = {"late": "scaled late", "early": "scaled early", "ours": "flash_attention"}
+forms = {"scaled late": late, "scaled early": early, "flash_attention": ours}
 data = say.rng.standard_normal((3, T, D))
 right = late(*data)
-errors = {}
-for dtype, bound in ((np.float32, 1e-5), (np.float16, 1e-2)):
+for dtype, bound in (("float32", 1e-5), ("float16", 1e-2)):
     for name, form in forms.items():
-        out = form(*data.astype(dtype)).astype(np.float64)
-        errors[name, np.dtype(dtype).name] = error = abs(out - right).max()
-        what = f"{np.dtype(dtype).name}, {NAMES[name]}: error"
-        say.near("A12", what, error, bound)
-fused = ours(*data.astype(np.float32))
-for name in ("late", "early"):
-    same = bool(np.allclose(fused, forms[name](*data.astype(np.float32))))
-    what = f"allclose(attention, scaled {name})"
-    (say.exact if name == "late" else say.differs)("A12", what, same)
+        error = difference(form(*data.astype(dtype)).astype(np.float64), right)
+        say.near("A12", f"{dtype}, {name}: error", error, bound)
+single = data.astype(np.float32)
+same = {form: bool(np.allclose(ours(*single), form(*single))) for form in (late, early)}
+say.exact("A12", "allclose(attention, scaled late)", same[late])
+say.differs("A12", "allclose(attention, scaled early)", same[early])
 # %% [markdown]
 # The range. All of q, k and v are 40: the answer is 40.
 # %%
@@ -74,34 +71,25 @@ gains = "range" if math.isinf(product) and np.isfinite(scaled) else "digits"
 say.differs("A12", "what scaling early gains", gains)
 error = abs(scaled / 12_800 - 1)
 say.near("A12", "scaled early, all 40: relative difference of q k from 12,800", error, 1e-2)
-say.near("A12", "flash_attention, all 40: difference from 40", abs(outs["ours"] - 40), 0)
-late_out = "NaN" if math.isnan(outs["late"]) else outs["late"]
-say.record("A12", "scaled late, all 40: the result", late_out)
+error = abs(outs["flash_attention"] - 40)
+say.near("A12", "flash_attention, all 40: difference from 40", error, 0)
+overflown = outs["scaled late"]
+say.record("A12", "scaled late, all 40: the result", "NaN" if overflown != overflown else overflown)
 # %% [markdown]
 # In the fused kernel the scale is a factor of the exponent: no extra work. The clock of a GPU
 # judges it, with room for 5 percent of noise.
 # %%
-q, k, v = (say.normal(4, T, 4, D) for _ in range(3))
-us = say.times({
-    "scale=1": lambda: gpuattn.flash_attention(q, k, v, scale=1.0),
-    "scaled": lambda: gpuattn.flash_attention(q, k, v),
-})  # fmt: skip
+attention = partial(gpuattn.flash_attention, *(say.normal(4, T, 4, D) for _ in "qkv"))
+us = say.kernel_times({"scaled": attention, "scale=1": partial(attention, scale=1.0)})
 most = [1.05 * t for t in us["scale=1"]]
-pair = {"scaled": us["scaled"], "1.05 times that of scale=1": most}
-say.order("A13", "time of attention", pair, "us", clock=True)
+say.faster("A13", "time of attention", {"scaled": us["scaled"], "1.05 times that of scale=1": most})
 # %%
-curves: dict[str, list] = {NAMES[name]: [] for name in forms}
+curves: dict[str, list] = {name: [] for name in forms}
 with np.errstate(all="ignore"):
-    for size in (1, 2, 4, 8, 16, 32, 64, 128):
-        q, k, v = data * [[[size]], [[size]], [[1]]]
-        halves = [x.astype(np.float16) for x in (q, k, v)]
-        wide = late(*(x.astype(np.float64) for x in halves))
+    for size in doublings(1, 128):
+        halves = (data * [[[size]], [[size]], [[1]]]).astype(np.float16)
+        wide = late(*halves.astype(np.float64))
         for name, form in forms.items():
-            curves[NAMES[name]].append((size, float(abs(form(*halves) - wide).max())))
-ends = {name: [x for x, y in line if not np.isfinite(y)] for name, line in curves.items()}
-alt = "; ".join(
-    f"{name} overflows from {x[0]}" if x else f"{name}: never" for name, x in ends.items()
-)
-say.curves("Error in float16. A line ends where its form overflows", alt, curves,
-           label="standard deviation of q and k", unit="largest error", log=True,
-           log_x=True)  # fmt: skip
+            curves[name].append((size, difference(form(*halves), wide)))
+say.curves("Error in float16. A line ends where its form overflows", curves,
+           label="standard deviation of q and k", unit="largest error", log="xy")  # fmt: skip

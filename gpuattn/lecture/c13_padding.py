@@ -51,15 +51,15 @@ say.near("A07", "largest gradient of a padded row", abs(dpadded[V:]).max() if ro
 # The time of the output layer, on a GPU with the sizes of GPT-2. A row of logits has one number for
 # each row of the table, so all rows of logits are aligned only if that is a multiple of 8.
 # %%
-dtype = "float32"
 if say.device == "cuda":
-    V, width, tokens, dtype = 50257, 768, 8192, "float16"
+    V, width, tokens = 50257, 768, 8192
 rows = padded_rows(V)
-states = say.normal(tokens, width, dtype=dtype)
-tables = {n: say.normal(n, width, dtype=dtype) for n in sorted({V - 1, V, V + 1, rows, rows + 1})}
+states = say.normal(tokens, width, dtype=say.dtype)
+tables = {
+    n: say.normal(n, width, dtype=say.dtype) for n in sorted({V - 1, V, V + 1, rows, rows + 1})
+}
 us = say.times({str(n): partial(gpuattn.linear, states, weight) for n, weight in tables.items()})
 times = {f"{rows:,} rows": us[str(rows)], f"{V:,} rows": us[str(V)]}
-say.order("A09", "time of the output layer", times, "us", clock=True)
+say.faster("A09", "time of the output layer", times)
 bars = {f"{n:,} rows": float(np.median(us[str(n)])) for n in tables}
-alt = "; ".join(f"{name}: {time:.0f} us" for name, time in bars.items())
-say.bars(f"Time of the output layer by the rows of its table, {tokens:,} tokens", alt, bars, "us")
+say.bars(f"Time of the output layer by the rows of its table, {tokens:,} tokens", bars, "us")

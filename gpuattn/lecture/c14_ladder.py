@@ -12,9 +12,10 @@ Vary: python -m gpuattn.lecture.c14_ladder width=512
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.bench.train.cases import CELLS, MODELS, UNPADDED
 from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.forms import difference
+from gpuattn.lecture.harness.say import ratio
 from gpuattn.lecture.harness.steps import Rung, climb
 
 say = lecture(__doc__)
@@ -24,8 +25,8 @@ say = lecture(__doc__)
 STEPS = {"unfused": 134, "memory-efficient": 119, "flash": 113, "flash and padded": 87}
 say.record("A14", "before, ms")
 for name, printed in STEPS.items():
-    gain, what = 100 * (143 / printed - 1), f"gain of {name}, {printed} ms, %"
-    (say.exact if name == "flash and padded" else say.differs)("A02", what, gain)
+    state = say.exact if name == "flash and padded" else say.differs
+    state("A02", f"gain of {name}, {printed} ms, %", 100 * (143 / printed - 1))
     say.record("A14", f"{name}, ms")
 say.record("A15", "a step on eight A100 SXM4 of 80 GB")
 # %% [markdown]
@@ -36,20 +37,13 @@ layer = gpuattn.nn.MultiHeadAttention(width, heads, causal=True)
 x = say.rng.standard_normal((2, 32, width)).astype("float32")
 
 
-def three_lines(x):
-    q, k, v = (
-        gpuattn.linear(x, layer.qkv.weight, layer.qkv.bias)
-        .reshape(2, 32, 3, heads, -1)
-        .swapaxes(0, 2)
-    )
-    o = gpuattn.flash_attention(q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1), causal=True)
-    return gpuattn.linear(o.reshape(2, 32, width), layer.out.weight, layer.out.bias)
-
-
-error = abs(to_cpu(layer(x).data) - to_cpu(three_lines(x).data)).max()
-say.near("A04", "three lines: difference from the module", error, 1e-6)
+qkv = gpuattn.linear(x, layer.qkv.weight, layer.qkv.bias).reshape(2, 32, 3, heads, -1)
+o = gpuattn.flash_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=True)
+three_lines = gpuattn.linear(o.reshape(2, 32, width), layer.out.weight, layer.out.bias)
+say.near("A04", "three lines: difference from the module", difference(layer(x), three_lines), 1e-6)
 # %% [markdown]
-# The same steps here, of a GPT-2 with the same batch each; on a GPU as CUDA graphs.
+# The same steps here, of a GPT-2 with the same batch each; on a GPU as CUDA graphs. Memory is
+# that of steps launched op by op: a CUDA graph keeps its own.
 # %%
 gpt = MODELS["gpt2-124m"]
 rungs = {
@@ -61,28 +55,25 @@ smaller = {"shape": (2, T), "heads": 4, "width": 64, "hidden": 256, "layers": (2
 found = climb(say, rungs, **smaller)
 steps = {name: found[name].us for name in rungs}
 ms = {name: float(np.median(us)) / 1e3 for name, us in steps.items()}
-difference = abs(found["flash"].loss - found["unfused"].loss)
-say.near("A01", "loss of the first step, flash and unfused: difference", difference, 0.02)
+error = abs(found["flash"].loss - found["unfused"].loss)
+say.near("A01", "loss of the first step, flash and unfused: difference", error, 0.02)
 for name in ("unfused", "flash", "flash and padded"):
     say.record("A01", f"{name}, ms", ms[name])
 for name, slower in (("flash", "unfused"), ("flash and padded", "flash")):
     pair = {name: steps[name], slower: steps[slower]}
-    say.order("A01", f"time of a step, {name}", pair, "us", clock=True)
-gains = {name: 100 * (ms["unfused"] / ms[name] - 1) for name in ("flash", "flash and padded")}
-say.record("A03", "gain by flash attention, %", gains["flash"])
-say.record("A03", "gain by both, %", gains["flash and padded"])
+    say.faster("A01", f"time of a step, {name}", pair)
+say.record("A03", "gain by flash attention, %", 100 * (ms["unfused"] / ms["flash"] - 1))
+say.record("A03", "gain by both, %", 100 * (ms["unfused"] / ms["flash and padded"] - 1))
 peaks = {name: found[name].peak / 1e6 for name in ("flash", "unfused")}
 say.order("A03", "memory of a step", peaks, "MB")
 large = CELLS["gpt2-large"].case
-rungs = {"unfused": Rung(large, {"flash_attention": "unfused"}), "flash": Rung(large)}
-bigger = {name: rung.us for name, rung in climb(say, rungs, **smaller).items()}
-pair = {name: bigger[name] for name in ("flash", "unfused")}
+rungs = {"flash": Rung(large), "unfused": Rung(large, {"flash_attention": "unfused"})}
+us = {name: rung.us for name, rung in climb(say, rungs, **smaller).items()}
 called = "GPT-2 large" if say.device == "cuda" else "a small GPT-2"
-say.order("D23", f"time of a step of {called}", pair, "us", clock=True)
-times = float(np.median(bigger["unfused"]) / np.median(bigger["flash"]))
-say.record("D23", "flash attention, times as fast as unfused", times)
-alt = "; ".join(f"{name} {time:.3g} ms" for name, time in ms.items())
-say.bars("A step of GPT-2 here", alt, ms, "ms")
+say.faster("D23", f"time of a step of {called}", us)
+what = "flash attention, times as fast as unfused"
+say.record("D23", what, ratio(us["unfused"], us["flash"]))
+say.bars("A step of GPT-2 here", ms, "ms")
 # %% [markdown]
 # Days of training as ratios. The other figures of these tables are of other machines.
 # %%
@@ -93,5 +84,4 @@ say.record("B14", "GPT-2 small, perplexity")
 say.record("E20", "days of training")
 say.record("E21", "faster by, %")
 bars = {"before": 143.0, **{name: float(ms) for name, ms in STEPS.items()}}
-alt = "; ".join(f"{name} {ms:.0f} ms" for name, ms in bars.items())
-say.bars("A step of nanoGPT on eight A100, as printed", alt, bars, "ms", grey=bars)
+say.bars("A step of nanoGPT on eight A100, as printed", bars, "ms", grey=bars)

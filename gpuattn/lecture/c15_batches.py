@@ -10,13 +10,12 @@ Vary: python -m gpuattn.lecture.c15_batches texts=256
 """
 
 # %%
-import time
-
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.forms import doublings, gradients
+from gpuattn.lecture.harness.training import curve
 
 say = lecture(__doc__)
 texts, T = say.size("texts", 128, 32), 1024
@@ -34,40 +33,31 @@ say.record("A10", "largest batch before")
 say.record("A10", "largest batch with flash")
 say.order("A10", "texts of 1,024 tokens that fit, as predicted", fits)
 printed = {"before, as printed": 24, "flash attention, as printed": 39}
-alt = "; ".join(f"{name}: {count}" for name, count in (fits | printed).items())
-say.bars("Largest batch of GPT-2 124M in 80 GB: predicted here, and as printed for nanoGPT", alt,
+say.bars("Largest batch of GPT-2 124M in 80 GB: predicted here, and as printed for nanoGPT",
          fits | printed, "texts", grey=printed)  # fmt: skip
 # %% [markdown]
 # The gradient of each text alone. A small GPT-2 learns texts that count upwards with some errors.
 # %%
-small = gpuattn.models.GPT2Config(vocab=32, d_model=32, heads=2, layers=1, block=16)
+small = gpuattn.models.GPT2Config(vocab=32, d_model=32, heads=2, layers=1, block=64)
 model = gpuattn.models.GPT2(small)
 starts = say.rng.integers(0, 32, (texts, 1))
 counting = (starts + np.arange(17)) % 32
 wrong = say.rng.random(counting.shape) < 0.2
 tokens = np.where(wrong, say.rng.integers(0, 32, counting.shape), counting)
-gradients = []
-for text in tokens:
-    for parameter in model.parameters():
-        parameter.grad = None
-    model.loss(text[None, :-1], text[None, 1:]).backward()
-    gradients.append(np.concatenate([parameter.grad.ravel() for parameter in model.parameters()]))
-whole = np.mean(gradients, 0)
-noise = []
-for batch in (2**n for n in range(int(np.log2(texts)) - 2)):
-    means = np.reshape(gradients[: texts // batch * batch], (-1, batch, whole.size)).mean(1)
-    noise.append(
-        (batch, float(np.linalg.norm(means - whole, axis=-1).mean() / np.linalg.norm(whole)))
-    )
+each = np.stack([gradients(model, text[None, :-1], text[None, 1:]) for text in tokens])
+whole, noise = each.mean(0), []
+for batch in doublings(1, texts // 8):
+    means = each[: texts // batch * batch].reshape(-1, batch, whole.size).mean(1)
+    off = np.linalg.norm(means - whole, axis=-1).mean() / np.linalg.norm(whole)
+    noise.append((batch, float(off)))
 (first, most), (last, least) = noise[0], noise[-1]
 pair = {f"{last} texts": least, "one text": most}
 say.order("B02", "noise over size of the gradient", pair)
 fall = abs(most / least / (last / first) ** 0.5 - 1)
 say.near("B02", "fall of the noise: relative difference from the square root", fall, 0.3)
-alt = f"Noise falls from {most:.2f} of the gradient with one text to {least:.2f} with {last}."
 lines = {"as computed": noise, "square root": [(b, most / b**0.5) for b, _ in noise]}
-say.curves("Noise over size of the gradient", alt, lines, label="texts of the batch", unit="ratio",
-           log=True, log_x=True)  # fmt: skip
+say.curves("Noise over size of the gradient", lines, label="texts of the batch", unit="ratio",
+           log="xy")  # fmt: skip
 # %% [markdown]
 # Training on texts of eight topics, each with its own distribution of words. A longer text shows
 # its topic, so the next word is easier to predict. In the same time a larger batch sees more texts.
@@ -81,22 +71,8 @@ def draw(count, length):
 
 
 def train(batch, length, until):
-    """Train until ``until(updates, seconds)``; return [(seconds, loss of unseen texts)]."""
-    config = gpuattn.models.GPT2Config(vocab=32, d_model=32, heads=2, layers=1, block=64)
-    model = gpuattn.models.GPT2(config).to(device=say.device)
-    optimizer, curve, n = gpuattn.optim.AdamW(model, lr=1e-2), [], 0
-    data, unseen = (say.xp.asarray(draw(count, length + 1)) for count in (1024, 128))
-    begin = time.perf_counter()
-    while not until(n, seconds := time.perf_counter() - begin):
-        if n % 10 == 0:
-            with gpuattn.no_grad():
-                loss = model.loss(unseen[:, :-1], unseen[:, 1:])
-            curve.append((max(seconds, 1e-3), float(to_cpu(loss.data))))
-        part = data[n * batch % (1025 - batch) :][:batch]
-        model.loss(part[:, :-1], part[:, 1:]).backward()
-        optimizer.step()
-        n += 1
-    return curve
+    data, unseen = (draw(count, length + 1) for count in (1024, 128))
+    return curve(say, small, data, unseen, batch, until)
 
 
 updates = say.size("updates", 101, 41)
@@ -107,6 +83,4 @@ seconds = say.size("tenths", 20, 4, 600) / 10  # the text's hour, for a tiny mod
 curves = {f"{batch} texts": train(batch, 16, lambda _, s: s > seconds) for batch in (4, 32)}
 pair = {name: curves[name][-1][1] for name in ("32 texts", "4 texts")}
 say.order("A11", f"loss after {seconds} s", pair, "nats", clock=True)
-alt = "; ".join(f"{name}: {loss:.3f} after {seconds} s" for name, loss in pair.items())
-say.curves("Loss of unseen texts, by the texts of a batch", alt, curves, label="seconds",
-           unit="nats")  # fmt: skip
+say.curves("Loss of unseen texts, by the texts of a batch", curves, label="seconds", unit="nats")

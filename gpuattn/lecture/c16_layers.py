@@ -16,9 +16,11 @@ from functools import partial
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness import counted
+from gpuattn.lecture.harness.composed import pairs
+from gpuattn.lecture.harness.forms import both_ways, difference, gradients
+from gpuattn.lecture.harness.say import ratio
 
 say = lecture(__doc__)
 V, tokens, a = say.size("V", 1024, 128), 16, 0.1
@@ -29,24 +31,23 @@ logits, labels = say.rng.standard_normal((tokens, V)), say.rng.integers(0, V, to
 q = np.exp(logits - logits.max(-1, keepdims=True))
 q /= q.sum(-1, keepdims=True)
 p = (1 - a) * np.eye(V)[labels] + a / V
-leaf = gpuattn.Tensor(say.array(logits, np.float64), requires_grad=True)
-loss = gpuattn.cross_entropy(leaf, say.xp.asarray(labels), label_smoothing=a)
-loss.backward()
-error = abs(to_cpu(loss.data) + (p * np.log(q)).sum() / tokens)
+smoothed = partial(gpuattn.cross_entropy, labels=say.xp.asarray(labels), label_smoothing=a)
+one = say.array(1, np.float64)
+loss, dlogits = both_ways(smoothed, say.array(logits, np.float64), grad=one)
+error = difference(loss, -(p * np.log(q)).sum() / tokens)
 say.near("D08", "loss: difference from the formula", error, 1e-12)
-gradient = abs(to_cpu(leaf.grad) - (q - p) / tokens).max()
-say.near("D08", "gradient: difference from q - p", gradient, 1e-15)
+error = difference(dlogits, (q - p) / tokens)
+say.near("D08", "gradient: difference from q - p", error, 1e-15)
 # %% [markdown]
 # The ops of one layer of GPT-2, forward: matrix products with what is fused into them, attention,
 # and a norm.
 # %%
-layers = {}
+layers, words = {}, np.zeros((2, 16), np.int32)
 for count in (1, 2):
     config = gpuattn.models.GPT2Config(vocab=64, d_model=64, heads=4, layers=count, block=16)
     model = gpuattn.models.GPT2(config)
-    with counted.ops() as calls:
-        model.states(np.zeros((2, 16), np.int32))
-    layers[count] = Counter(call.op for call in calls if call.bytes)
+    _, ran = counted.run(model.states, words)
+    layers[count] = Counter(call.op for call in ran if call.bytes)
 ops = [f"{count} x {name}" for name, count in (layers[2] - layers[1]).items()]
 say.record("D05", "ops of a layer", ops)
 # %% [markdown]
@@ -54,82 +55,36 @@ say.record("D05", "ops of a layer", ops)
 # they run forward and backward; the time, and on a GPU the launches.
 # %%
 N, D = say.size("N", 4096 if say.device == "cuda" else 512, 64), say.size("D", 768, 64)
-ids, wanted = (say.xp.asarray(say.rng.integers(0, V, N)) for _ in range(2))
-ones, zeros, places = say.array(np.ones(D)), say.array(np.zeros(D)), say.normal(N, D)
-draws, kept = say.xp.random.default_rng(0), say.array(say.rng.random((N, D)) < 0.9) / 0.9
-
-
-def logs(z):
-    z = z - z.max(-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(-1, keepdims=True))
-
-
-def mask():  # what dropout multiplies by, drawn by the generator of NumPy or CuPy
-    return (draws.random((N, D), dtype="float32") < 0.9) * np.float32(1 / 0.9)
-
-
-def norm(x):
-    d = x - x.mean(-1, keepdims=True)
-    return d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * ones + zeros
-
-
-FORMS = {  # name: shape of the input, composed, as one op
-    "embedding": ((V, D), lambda w: (w[ids] * 16.0 + places) * kept, lambda w: gpuattn.embedding(
-        ids, w, scale=16.0, position_weight=places, p=0.1, seed=1, deterministic=False)),
-    "loss": ((N, V), lambda z: -logs(z)[say.xp.arange(N), wanted].mean(),
-             lambda z: gpuattn.cross_entropy(z, wanted)),
-    "layer norm": ((N, D), norm, lambda x: gpuattn.layer_norm(x, ones, zeros)),
-    "softmax": ((N, D), lambda x: np.exp(logs(x)), gpuattn.softmax),
-    "dropout": ((N, D), lambda x: x * mask(), lambda x: gpuattn.dropout(x, 0.1, seed=1)),
-}  # fmt: skip
-
-
-def both_ways(form, x):
-    """Return the result and the gradient of a form."""
-    leaf = gpuattn.Tensor(x, requires_grad=True)
-    out = form(leaf)
-    out.backward(say.xp.ones(out.shape, out.data.dtype))
-    return out.data, leaf.grad
-
-
 gains = {}
-for name, (shape, *forms) in FORMS.items():
-    x, outs = say.normal(*shape), []
-    found: list[list[float]] = []  # composed, one op
-    for form in forms:
-        with counted.ops() as calls:
-            outs.append([to_cpu(y) for y in both_ways(form, x)])
-        ways = ("forward", "backward")
-        found.append([sum(call.direction == way for call in calls) for way in ways])
-        found[-1].append(sum(call.bytes for call in calls) / 1e6)
-    us = say.kernel_times({"one op": partial(both_ways, forms[1], x),
-                           "composed": partial(both_ways, forms[0], x)})  # fmt: skip
-    gains[name] = float(np.median(us["composed"]) / np.median(us["one op"]))
-    id = {"embedding": "D06", "loss": "D09"}.get(name, "D20")
-    if name in ("loss", "layer norm", "softmax"):
-        error = max(abs(a - b).max() for a, b in zip(*outs, strict=True))
-        say.near(id, f"{name}, composed and as one op: difference", error, 1e-3)
+for name, (shape, composed, one_op) in pairs(say, N, D, V).items():
+    x, id = say.normal(*shape), {"embedding": "D06", "loss": "D09"}.get(name, "D20")
+    dy = say.xp.asarray(composed(x))  # as good as any other
+    steps = {form: partial(both_ways, function, x, grad=dy)
+             for form, function in (("one op", one_op), ("composed", composed))}  # fmt: skip
+    outs, calls = {}, {}
+    for form, step in steps.items():
+        outs[form], calls[form] = counted.run(step)
     if name == "embedding":
-        for part, way, i in (("D06", "forward", 0), ("D07", "backward", 1)):
-            pair = {"one op": found[1][i], "composed": found[0][i]}
+        for part, way in (("D06", "forward"), ("D07", "backward")):
+            pair = {form: sum(x.direction == way for x in ran) for form, ran in calls.items()}
             say.order(part, f"calls of ops, embedding, {way}", pair)
         if say.device == "cuda":
-            counts = [say.launches(partial(both_ways, form, x)) for form in forms]
-            launches = {"one op": counts[1], "composed": counts[0]}
+            launches = {form: say.launches(step) for form, step in steps.items()}
             say.order("D07", "launches, embedding, forward and backward", launches)
     elif name != "dropout":  # drawing the mask is no op that counts
-        pair = {"one op": found[1][2], "composed": found[0][2]}
-        say.order(id, f"{name}: read and written, forward and backward", pair, "MB")
-    say.order(id, f"{name}: time, forward and backward", us, "us", clock=True)
-alt = "; ".join(f"{name} {gain:.1f} times" for name, gain in gains.items())
-say.bars("How many times as fast one op is as its composed form, here", alt, gains, "times")
+        error = difference(*outs.values())
+        say.near(id, f"{name}, composed and as one op: difference", error, 1e-3)
+        size = {form: sum(x.bytes for x in ran) / 1e6 for form, ran in calls.items()}
+        say.order(id, f"{name}: read and written, forward and backward", size, "MB")
+    us = say.kernel_times(steps)
+    gains[name] = ratio(us["composed"], us["one op"])
+    say.faster(id, f"{name}: time, forward and backward", us)
+say.bars("How many times as fast one op is as its composed form, here", gains, "times")
 # %% [markdown]
 # The bytes that each op of a training step reads and writes.
 # %%
-with counted.ops() as calls:
-    model.loss(np.zeros((2, 16), np.int32), np.zeros((2, 16), np.int32)).backward()
+_, ran = counted.run(gradients, model, words, words)
 moved: dict[str, float] = defaultdict(float)
-for call in (call for call in calls if call.bytes):
+for call in filter(lambda call: call.bytes, ran):
     moved[f"{call.op}, {call.direction}"] += call.bytes / 1e3
-alt = "; ".join(f"{name} {size:.0f} kB" for name, size in moved.items())
-say.bars("Read and written by the ops of a step of a small GPT-2", alt, moved, "kB")
+say.bars("Read and written by the ops of a step of a small GPT-2", moved, "kB")

@@ -80,6 +80,5 @@ say.near("D12", "with sigma^2: difference from the gradient of layer_norm", erro
 say.record("D12", "with sigma, as printed: difference", errors[1])
 # %%
 alt = "E[x^2] - E[x]^2 loses two digits for each ten times the mean; the others lose none."
-say.curves("Errors of the variance and of layer_norm in float32", alt, lines,
-           label="mean over standard deviation", unit="relative error", log=True,
-           log_x=True)  # fmt: skip
+say.curves("Errors of the variance and of layer_norm in float32", lines, alt=alt,
+           label="mean over standard deviation", unit="relative error", log="xy")  # fmt: skip

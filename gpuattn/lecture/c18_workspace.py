@@ -16,6 +16,7 @@ import gpuattn
 from gpuattn.bench.train.cases import MODELS
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness import counted
+from gpuattn.lecture.harness.forms import both_ways
 from gpuattn.lecture.harness.steps import Rung, climb
 from gpuattn.runtime.workspace import Workspace
 
@@ -51,30 +52,20 @@ say.order("D16", "length of a buffer over parameters", {"here": padding, "10 % o
 optimizer = gpuattn.optim.AdamW(small := model(), lr=1e-3)
 tokens = say.rng.integers(0, 256, (2, 65))
 small.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-with counted.ops() as calls:
-    optimizer.step()
-say.record("D16", "ops of an update", [call.op for call in calls])
+_, ran = counted.run(optimizer.step)
+say.record("D16", "ops of an update", [call.op for call in ran])
 say.record("D30", "bytes a parameter, 16 bits without masters", each["16 bits, no masters"])
 # %% [markdown]
 # What attention holds for its backward pass. Unfused: L x L matrices for each head. Fused: arrays
 # of B L H elements and one number a row.
 # %%
 L = say.size("L", 2048 if say.device == "cuda" else 512, 256)
-dtype = "float16" if say.device == "cuda" else "float32"
-shape, held = (2, L, 4, 32), {}
-leaves = [gpuattn.Tensor(say.normal(*shape, dtype=dtype), requires_grad=True) for _ in range(3)]
-
-
-def backward(impl):
-    out = gpuattn.flash_attention(*leaves, impl=impl)
-    out.backward(out.data)
-
-
+data, held = [say.normal(2, L, 4, 32, dtype=say.dtype) for _ in "qkv"], {}
 for name, impl in (("fused", None), ("unfused", "unfused")):
-    backward(impl)  # compiles
-    held[name] = say.peak(partial(backward, impl))
-table = 2 * 4 * L * L * leaves[0].data.itemsize
-array = leaves[0].data.nbytes
+    step = partial(both_ways, partial(gpuattn.flash_attention, impl=impl), *data)
+    step()  # compiles
+    held[name] = say.peak(step)
+array, table = data[0].nbytes, 2 * 4 * L * L * data[0].itemsize
 pair = {"three arrays B L H": 3 * array / 1e6, "scores B L^2 N": table / 1e6}
 say.order("D17", "sizes of the text's buffers", pair, "MB")
 pair = {"the scores": table / 1e6, "all that unfused attention holds": held["unfused"] / 1e6}
@@ -85,11 +76,9 @@ say.order("D17", "memory that attention holds", pair, "MB")
 # A whole step of GPT-2 with fused and with unfused attention.
 # %%
 gpt = MODELS["gpt2-124m"]
-rungs = {"unfused": Rung(gpt, {"flash_attention": "unfused"}), "fused": Rung(gpt)}
-smaller = {"shape": (2, L), "width": 32, "heads": 4, "layers": (2,)}
-peaks = {name: rung.peak / 1e9 for name, rung in climb(say, rungs, **smaller).items()}
-pair = {name: peaks[name] for name in ("fused", "unfused")}
-say.order("D22", "memory of a step", pair, "GB")
+rungs = {"fused": Rung(gpt), "unfused": Rung(gpt, {"flash_attention": "unfused"})}
+found = climb(say, rungs, shape=(2, L), width=32, heads=4, layers=(2,))
+peaks = {name: rung.peak / 1e9 for name, rung in found.items()}
+say.order("D22", "memory of a step", peaks, "GB")
 say.record("D22", "less memory, GB", peaks["unfused"] - peaks["fused"])
-alt = "; ".join(f"{name}: {size:.0f}" for name, size in each.items())
-say.bars("Bytes a parameter with AdamW", alt, each, "bytes")
+say.bars("Bytes a parameter with AdamW", each, "bytes")

@@ -17,6 +17,9 @@ import numpy as np
 import gpuattn
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness import counted
+from gpuattn.lecture.harness.forms import cache_bytes, doublings, generate
+from gpuattn.lecture.harness.say import ratio
+from gpuattn.lecture.harness.training import translator
 from gpuattn.models.flops import decoder_weights
 
 say = lecture(__doc__)
@@ -29,12 +32,11 @@ model, first = gpuattn.models.GPT2(config), np.array([[3]])
 # %%
 
 
-def generate(n, kv_cache):
+def count(n, kv_cache):
     """Return (rows through the layers, FLOPs so far after each token, tokens) of n tokens."""
     stepper, tokens, rows, flops = model.stepper(first, n, kv_cache=kv_cache), [3], [], []
     for position in range(n):
-        with counted.ops() as calls:
-            logits = stepper.step(np.array(tokens[-1:]), position)
+        logits, calls = counted.run(stepper.step, np.array(tokens[-1:]), position)
         tokens.append(int(logits.argmax()))
         rows.append(sum(c.flops for c in calls if c.op == "linear_dropout_add_norm"))
         flops.append(sum(call.flops for call in calls))
@@ -43,75 +45,60 @@ def generate(n, kv_cache):
     return int(sum(rows) / rows[0]), np.cumsum(flops), tokens
 
 
-(few, _, mine), (many, _, plain) = generate(4, True), generate(4, False)
-say.exact("B17", "rows computed for 4 tokens, no cache", many)
-say.exact("B17", "rows computed for 4 tokens, cache", few)
-(_, cached, mine), (_, uncached, plain) = generate(longest, True), generate(longest, False)
-differ = sum(a != b for a, b in zip(mine, plain, strict=True))
-say.exact("B18", "tokens that differ", differ)
-small = gpuattn.models.GPT2Config(vocab=64, d_model=64, heads=4, layers=1, block=1024)
-model, width = gpuattn.models.GPT2(small), 64
-_, flops, _ = generate(1000, True)
-what = "FLOPs at n = 1,000 over those at n = 10, width 64"
-say.differs("B19", what, float(flops[999] / flops[9]))
-# %% [markdown]
-# Ten steps in 11.885 s would be 1.2 s a token. A T4 reads all weights of GPT-2 in 1.5 ms.
-# %%
-say.exact("B20", "56.197 s over 11.885 s, times", 56.197 / 11.885)
-least = 4 * decoder_weights(gpuattn.models.GPT2Config()) / 320e9  # float32, 320 GB/s
-pair = {"reading all weights of GPT-2": least, "11.885 s / 10": 1.1885}
-say.order("B20", "time for a token on a T4", pair, "s")
+say.exact("B17", "rows computed for 4 tokens, no cache", count(4, False)[0])
+say.exact("B17", "rows computed for 4 tokens, cache", count(4, True)[0])
+(_, cached, mine), (_, uncached, plain) = count(longest, True), count(longest, False)
+say.exact("B18", "tokens that differ", sum(np.not_equal(mine, plain).tolist()))
+config = gpuattn.models.GPT2Config(vocab=64, d_model=64, heads=4, layers=1, block=1024)
+model, width = gpuattn.models.GPT2(config), 64
+_, flops, _ = count(1000, True)
+times = float(flops[999] / flops[9])
+say.differs("B19", "FLOPs at n = 1,000 over those at n = 10, width 64", times)
 # %% [markdown]
 # Memory of the cache of one layer: keys and values, each B x n x H x d numbers of 4 bytes.
 # %%
-attention = gpuattn.nn.MultiHeadAttention(12 * 64, 12)
-cache = attention.new_cache(8, 1024)
-say.differs("B21", "bytes at B = 8, n = 1,024, H = 12, d = 64", cache.k.nbytes + cache.v.nbytes)
-TINY = gpuattn.models.TranslationConfig(vocab=32, d_model=32, heads=2, layers=(1, 1), ffn=32)
-translator = gpuattn.models.TranslationModel(TINY)
-translating = translator.stepper(translator.pack([[5, 6, 7]]), 4)
-translating.step(np.array([1]), 0)
+say.differs("B21", "bytes at B = 8, n = 1,024, H = 12, d = 64", cache_bytes(12, 12, 1024))
+small, _ = translator(say, layers=1, width=32, heads=2)
+translating = small.stepper(small.pack([[5, 6, 7]]), 4)
+translating.step(say.xp.ones(1, np.int32), 0)
 say.differs("B22", "caches of a translator's step", len(translating.caches))
 # %% [markdown]
 # Attention for a prompt has many queries, for a new token one, so their intensities differ. For one
 # query a GPU splits the keys over its multiprocessors (decode_attention).
 # %%
-S, heads, dtype = (8192, 16, "float16") if say.device == "cuda" else (512, 4, "float32")
-k, v = (say.normal(2, S, heads, 64, dtype=dtype) for _ in range(2))
-flops_a_byte = []
-for T in (1, S):
-    q = say.normal(2, T, heads, 64, dtype=dtype)
+S, heads = (8192, 16) if say.device == "cuda" else (512, 4)
+k, v = (say.normal(2, S, heads, 64, dtype=say.dtype) for _ in range(2))
+flops_a_byte = {}
+for T, name in ((1, "one query"), (S, f"a prompt of {S:,} tokens")):
+    q = say.normal(2, T, heads, 64, dtype=say.dtype)
     found = gpuattn.traffic(gpuattn.flash_attention, q, k, v)
-    arrays = [found.reads[name] for name in "qkv"] + [found.writes["out"]]
-    flops_a_byte.append(4 * 2 * heads * 64 * T * S / sum(arrays))
-pair = dict(zip(("one query", f"a prompt of {S:,} tokens"), flops_a_byte, strict=True))
-say.order("C17", "FLOPs a byte of attention", pair)
+    moved = sum(found.reads[x] for x in "qkv") + found.writes["out"]
+    flops_a_byte[name] = 4 * 2 * heads * 64 * T * S / moved
+say.order("C17", "FLOPs a byte of attention", flops_a_byte)
 if say.device == "cuda":
     one, lengths = q[:, -1:], say.xp.full(2, S, np.int32)
     us = say.kernel_times({
         "keys split": partial(gpuattn.decode_attention, one, k, v, lengths),
         "one block a head": partial(gpuattn.flash_attention, one, k, v, impl="raw-ampere"),
     })  # fmt: skip
-    say.order("C17", f"time of one query and {S:,} keys", us, "us", clock=True)
+    say.faster("C17", f"time of one query and {S:,} keys", us)
 # %% [markdown]
 # The gain over the length: in FLOPs, and in time by the clock. Time gains less than FLOPs, because
-# launches and reading the weights take time too.
+# launches and reading the weights take time too. As printed, ten steps in 11.885 s would be 1.2 s a
+# token; a T4 reads all weights of GPT-2 in 1.5 ms.
 # %%
+say.exact("B20", "56.197 s over 11.885 s, times", 56.197 / 11.885)
+least = 4 * decoder_weights(gpuattn.models.GPT2Config()) / 320e9  # float32, 320 GB/s
+pair = {"reading all weights of GPT-2": least, "11.885 s / 10": 1.1885}
+say.order("B20", "time for a token on a T4", pair, "s")
 ratios = [(n, float(uncached[n - 1] / cached[n - 1])) for n in range(1, longest + 1)]
-lengths = [2**i for i in range(2, int(np.log2(longest)) + 1)]
-
-
-def step_through(n, kv_cache):
-    stepper = model.stepper(first, n, kv_cache=kv_cache)
-    for position in range(n):
-        stepper.step(np.array([3]), position)
-
-
-us = say.times({f"{n} {c}": partial(step_through, n, c) for n in lengths for c in (True, False)})
-times = [(n, float(np.median(us[f"{n} False"]) / np.median(us[f"{n} True"]))) for n in lengths]
-say.record("B20", f"times as fast with a cache here, {times[-1][0]} tokens", times[-1][1])
-alt = f"FLOPs: {ratios[-1][1]:.0f} times fewer at {longest} tokens; time: {times[-1][1]:.1f} times."
-say.curves("What a cache saves: without it over with it", alt,
-           {"FLOPs": ratios, "time here": times}, label="tokens of the text", unit="times",
-           log=True, log_x=True,
+model, first = model.to(device=say.device), say.xp.asarray(first)
+gains = []
+for n in doublings(4, longest):
+    whole = partial(generate, model, first, first[0], n)
+    us = say.times({"cache": whole, "no cache": partial(whole, kv_cache=False)})
+    gains.append((n, ratio(us["no cache"], us["cache"])))
+say.record("B20", f"times as fast with a cache here, {n} tokens", gains[-1][1])
+say.curves("What a cache saves: without it over with it", {"FLOPs": ratios, "time here": gains},
+           label="tokens of the text", unit="times", log="xy",
            levels=[(4.73, "time as printed: 4.73, length not given")])  # fmt: skip

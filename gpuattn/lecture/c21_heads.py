@@ -14,8 +14,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import gpuattn
-from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.forms import cache_bytes, difference
 from gpuattn.models.flops import layer_weights
 
 say = lecture(__doc__)
@@ -23,14 +23,6 @@ heads, n, head_size = say.size("heads", 12, 12), say.size("n", 1024, 1024), 64
 # %% [markdown]
 # The cache of eight texts, for each number of KV heads that divides the query heads.
 # %%
-
-
-def cache_bytes(heads, kv_heads, n):
-    attention = gpuattn.nn.MultiHeadAttention(heads * head_size, heads, kv_heads=kv_heads)
-    cache = attention.new_cache(8, n)
-    return cache.k.nbytes + cache.v.nbytes
-
-
 say.exact("B23", "bytes with 1 KV head for 12", cache_bytes(12, 1, 1024))
 whole = cache_bytes(12, 12, 1024)
 for r in (3, 12):
@@ -44,7 +36,7 @@ q, (k, v) = say.normal(2, 12, 32, head_size), (say.normal(2, 4, 32, head_size) f
 grouped = gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 k, v = (say.xp.repeat(x, 3, axis=1) for x in (k, v))
 repeated = gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True)
-error = abs(to_cpu(grouped) - to_cpu(repeated)).max()
+error = difference(grouped, repeated)
 say.near("B25", "groups of 3: difference from copied keys and values", error, 1e-6)
 # %% [markdown]
 # The six models of the MQA table have fewer or smaller heads and a wider feed-forward network. With
@@ -62,19 +54,18 @@ for name, (queries, keys, size, ffn) in TABLE.items():
 # %% [markdown]
 # A step of decoding reads the whole cache: what it moves, and its time by the clock.
 # %%
-keys, dtype = (8192, "float16") if say.device == "cuda" else (n, "float32")
-q, lengths = say.normal(8, 1, heads, head_size, dtype=dtype), say.xp.full(8, keys, "int32")
+keys = 8192 if say.device == "cuda" else n
+q, lengths = say.normal(8, 1, heads, head_size, dtype=say.dtype), say.xp.full(8, keys, "int32")
 calls, moved = {}, {}
 for name, count in (("one", 1), ("all", heads)):
-    k_cache, v_cache = (say.normal(8, keys, count, head_size, dtype=dtype) for _ in "kv")
+    k_cache, v_cache = (say.normal(8, keys, count, head_size, dtype=say.dtype) for _ in "kv")
     calls[name] = partial(gpuattn.decode_attention, q, k_cache, v_cache, lengths)
     moved[name] = gpuattn.traffic(gpuattn.decode_attention, q, k_cache, v_cache, lengths).bytes
 names = {"one": "1 KV head", "all": f"{heads} KV heads"}
 pair = {names[name]: size / 1e6 for name, size in moved.items()}
 say.order("B26", "read and written in a step of attention", pair, "MB")
 pair = {names[name]: us for name, us in say.kernel_times(calls).items()}
-say.order("B26", "time of a step of attention", pair, "us", clock=True)
+say.faster("B26", "time of a step of attention", pair)
 # %%
-alt = "; ".join(f"{k} heads: {size / 2**20:.1f} MiB" for k, size in sizes.items())
 bars = {f"{k} KV heads for {heads} query heads": size / 2**20 for k, size in sizes.items()}
-say.bars(f"Cache of a layer, 8 texts of {n:,} tokens, float32", alt, bars, "MiB")
+say.bars(f"Cache of a layer, 8 texts of {n:,} tokens, float32", bars, "MiB")

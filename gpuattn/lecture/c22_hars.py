@@ -62,7 +62,7 @@ def plain_step():
 
 us = say.times({"beam_step": lambda: gpuattn.beam_step(wide, scores, count=K),
                 "sorting all": plain_step})  # fmt: skip
-say.order("D27", f"time of a step over {width:,} words", us, "us", clock=True)
+say.faster("D27", f"time of a step over {width:,} words", us)
 # %% [markdown]
 # How many logits of a row are at least R, with more and more groups? K is the least possible.
 # %%
@@ -76,8 +76,7 @@ for groups in (K * n for n in (1, 2, 4, 8, 32, 128) if K * n <= V // 2):
 pair = {f"candidates, {K} groups": curve[0][1], "all": float(V)}
 say.order("D27", "logits of a beam that are sorted", pair)
 theory = K * sum(1 / n for n in range(1, K + 1))
-alt = f"The candidates of a row fall from {curve[0][1]:.1f} with {K} groups towards {K}."
-say.curves("Candidates of a beam, the mean over many", alt,
-           {f"V = {V:,}": curve}, label="groups", unit="candidates", log_x=True,
+say.curves("Candidates of a beam, the mean over many", {f"V = {V:,}": curve}, label="groups",
+           unit="candidates", log="x",
            points=[(K, theory, f"expected: K (1 + 1/2 + ... + 1/K) = {theory:.1f}")],
            levels=[(K, f"K = {K}, the least")])  # fmt: skip

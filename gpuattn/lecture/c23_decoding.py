@@ -15,6 +15,8 @@ import numpy as np
 
 import gpuattn
 from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.forms import generate
+from gpuattn.lecture.harness.say import ratio
 
 say = lecture(__doc__)
 n, B, width = say.size("n", 32, 8), say.size("B", 8, 4), say.size("width", 128, 32)
@@ -26,24 +28,17 @@ prompts = say.xp.asarray(say.rng.integers(0, 256, (B, 1)))
 # %%
 
 
-def generate(prompts, kv_cache):
-    stepper, tokens = model.stepper(prompts, n, kv_cache=kv_cache), prompts[:, 0]
-    for position in range(n):
-        tokens = stepper.step(tokens, position).argmax(-1)
-    return tokens
-
-
 def one_by_one(kv_cache):
-    return [int(generate(prompts[i : i + 1], kv_cache)[0]) for i in range(B)]
+    alone = (prompts[i : i + 1] for i in range(B))
+    return [generate(model, one, one[:, 0], n, kv_cache=kv_cache)[0, -1] for one in alone]
 
 
 def together():
-    return [int(token) for token in generate(prompts, True)]
+    return generate(model, prompts, prompts[:, 0], n)[:, -1]
 
 
-say.near(
-    "D35", "GPT-2: last tokens that differ", sum(np.not_equal(one_by_one(False), together())), 0
-)
+differ = sum(np.not_equal(one_by_one(False), together()))
+say.near("D35", "GPT-2: last tokens that differ", differ, 0)
 us = say.times({
     "one by one, no cache": lambda: one_by_one(False),
     "one by one, cache": lambda: one_by_one(True),
@@ -51,8 +46,8 @@ us = say.times({
 })  # fmt: skip
 names = list(us)
 pair = {name: us[name] for name in (names[-1], names[0])}
-say.order("D35", "GPT-2: time of all texts", pair, "us", clock=True)
-say.record("D35", "times as fast, up to", float(np.median(us[names[0]]) / np.median(us[names[-1]])))
+say.faster("D35", "GPT-2: time of all texts", pair)
+say.record("D35", "times as fast, up to", ratio(us[names[0]], us[names[-1]]))
 rates = {name: n * B / float(np.median(samples)) * 1e6 for name, samples in us.items()}
 # %% [markdown]
 # The same of a translator: sources one by one without a cache, and together with one.
@@ -63,23 +58,18 @@ sources = say.rng.integers(8, 256, (4, 16)).tolist()
 
 
 def translate(sources, kv_cache):
-    stepper = translator.stepper(translator.pack(sources), n, kv_cache=kv_cache)
-    tokens = say.xp.ones(len(sources), np.int32)
-    for position in range(n):
-        tokens = stepper.step(tokens, position).argmax(-1)
-    return tokens
+    first = say.xp.ones(len(sources), np.int32)
+    return generate(translator, translator.pack(sources), first, n, kv_cache=kv_cache)[:, -1]
 
 
 def apart():
-    return [int(translate([source], False)[0]) for source in sources]
+    return [translate([source], False)[0] for source in sources]
 
 
-wrong = sum(np.not_equal(apart(), [int(token) for token in translate(sources, True)]))
+wrong = sum(np.not_equal(apart(), translate(sources, True)))
 say.near("D34", "translation: last tokens that differ", wrong, 0)
 on, off = "together, cache", "one by one, no cache"
 both = say.times({on: lambda: translate(sources, True), off: apart})
-say.order("D34", "translation: time of all sentences", both, "us", clock=True)
-times = float(np.median(both[off]) / np.median(both[on]))
-say.record("D34", "times as fast, up to", times)
-alt = "; ".join(f"{name}: {rate:,.0f} tokens/s" for name, rate in rates.items())
-say.bars(f"Throughput of GPT-2, {B} texts of {n} tokens", alt, rates, "tokens/s")
+say.faster("D34", "translation: time of all sentences", both)
+say.record("D34", "times as fast, up to", ratio(both[off], both[on]))
+say.bars(f"Throughput of GPT-2, {B} texts of {n} tokens", rates, "tokens/s")

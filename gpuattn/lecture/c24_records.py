@@ -48,5 +48,4 @@ FACTORS = {
     "eight A100 and more": 1.12, "eight A100 and more, best": 1.41, "BERT on MRPC": 1.28,
     "BERT on MRPC, best": 1.44, "ViT on CIFAR-10": 1.2, "ViT on CIFAR-10, best": 1.7,
 }  # fmt: skip
-alt = "; ".join(f"{name}: {factor}" for name, factor in FACTORS.items())
-say.bars("How many times as fast, as printed (D21, D24, D25)", alt, FACTORS, "times", grey=FACTORS)
+say.bars("How many times as fast, as printed (D21, D24, D25)", FACTORS, "times", grey=FACTORS)

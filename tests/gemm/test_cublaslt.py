@@ -231,6 +231,15 @@ def test_stacks_without_cublaslt_are_multiplied_by_cupy(fake, rng, monkeypatch, 
     )
 
 
+def test_stacks_of_two_dtypes_warn(fake, rng):
+    """CuPy multiplies them, which no CUDA graph captures."""
+    a, b = gpu(whole(rng, 3, M, K).astype(np.float32)), gpu(whole(rng, 3, K, N).astype(np.float16))
+    with pytest.warns(SlowPathWarning, match="a is float32 and b is float16"):
+        got = matmul.matmul_stacks(a, b)
+    assert got.dtype == a.dtype and not fake.ran
+    np.testing.assert_array_equal(got, np.asarray(a) @ np.asarray(b, np.float32))
+
+
 def test_reasons_by_design_do_not_warn(fake, recwarn):
     a = gpu(np.zeros((2, 3), np.float32))
     assert matmul.matmul(a[:0], a.T).shape == (0, 2)

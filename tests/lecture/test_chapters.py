@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from gpuattn.lecture.harness.record import entry_of
 
 WHOLE_ON_A_CPU = {2, 3, 7, 9, 12, 17, 22}
 NUMBERS = sorted(chapters.chapters())
-LINES = 135  # of a chapter
+LINES = 104  # of a chapter
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -51,6 +52,20 @@ def test_the_command_to_vary_runs(number):
     command = [sys.executable, *start, *arguments, *small]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_chapter_is_another_with_other_measures(tmp_path, monkeypatch):
+    """So a record's chapters are measured again, and no others, when the harness changes."""
+    files = {n: [p.stem for p in chapters.sources(c.path)] for n, c in chapters.chapters().items()}
+    assert files[14] == ["c14_ladder", "forms", "steps"] and files[24] == ["c24_records"]
+    assert files[11] == ["attention", "c11_choice", "forms"]  # one imports the other
+    folder = shutil.copytree(chapters.FOLDER, tmp_path / "lecture")
+    before = {n: c.hash for n, c in chapters.chapters().items()}
+    with (folder / "harness" / "steps.py").open("a") as file:
+        file.write("SAMPLES = 2\n")
+    monkeypatch.setattr(chapters, "FOLDER", folder)
+    other = [n for n, c in chapters.chapters().items() if c.hash != before[n]]
+    assert other == [n for n in NUMBERS if "steps" in files[n]] == [14, 18, 19]
 
 
 def alone(*arguments, name="c22_hars"):

@@ -49,12 +49,18 @@ def test_a_chapter_says_lines_and_keeps_plain_statements():
     chapter = Say(tell=lines.append)
     chapter.exact("D29", "candidates", [np.int64(n) for n in (4, 4, 5, 7, 8)])
     chapter.near("A12", "error", np.float32("nan"), 1.0)
-    chapter.order("A13", "times", {"a": np.array([1.0, 2.0]), "b": [3.0]}, "us", clock=True)
+    chapter.faster("A13", "times", {"a": np.array([1.0, 2.0]), "b": [3.0]})
     assert [type(s["got"]) for s in chapter.statements] == [list, str, str]
     assert [s["verdict"] for s in chapter.statements] == ["exact", "fails", "record"]
     assert "4, 4, 5, 7, 8 (as printed)" in lines[0] and "1.5 us (a) < 3 us (b)" in lines[2]
-    chapter.curves("t", "a", {"x": [(1, 2.0), (2, math.inf)]}, label="n")
-    assert chapter.figures[0]["series"] == {"x": [[1, 2.0]]}
+    chapter.curves("t", {"x": [(1, 2.0), (2, math.inf)]}, label="n", unit="us", log="x")
+    figure = chapter.figures[0]
+    assert figure["series"] == {"x": [[1, 2.0]]} and figure["alt"] == "x: 2 us at 1"
+    assert (figure["log"], figure["log_x"]) == (False, True)
+    chapter.bars("t", {"a": 2.0, "b": 3.0}, "ms")
+    assert chapter.figures[1]["alt"] == "a: 2 ms; b: 3 ms"
+    chapter.bars("t", {"a": 2.0}, alt="in words")
+    assert chapter.figures[2]["alt"] == "in words"
 
 
 def test_a_figure_that_is_not_printed_is_refused():

@@ -14,19 +14,24 @@ import re
 import runpy
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuattn.errors import ConfigError
+from gpuattn.errors import ConfigError, SlowPathWarning
 from gpuattn.lecture.harness.claims import load
 from gpuattn.lecture.harness.say import FAILS, Say
 from gpuattn.units import nearest
 
 FOLDER = Path(__file__).parents[1]
 FIELDS = ("Claim", "Regime", "Needs", "Question", "Answer", "Vary")
+HARNESS = "gpuattn.lecture.harness"
+MEASURES = "attention", "composed", "counted", "forms", "machine", "steps", "training"
 STOPPED = "it was stopped"
+# chapters compare digits in float32 and float64: that the kernels for 16 bits refuse is no news
+ASKED_FOR = r"(?s)\w+ uses .* is float(32|64)\b"
 _current: contextvars.ContextVar[Say | None] = contextvars.ContextVar("gpuattn_say", default=None)
 
 
@@ -51,8 +56,11 @@ class Chapter:
 
     @property
     def hash(self) -> str:
-        """A hash of its code, without comments."""
-        return hashlib.sha256(ast.dump(ast.parse(self.source)).encode()).hexdigest()[:16]
+        """A hash of its code and of what it measures with, without comments."""
+        total = hashlib.sha256()
+        for path in sources(self.path):
+            total.update(ast.dump(ast.parse(path.read_text("utf-8"))).encode())
+        return total.hexdigest()[:16]
 
     @property
     def claims(self) -> list[str]:
@@ -68,6 +76,20 @@ def chapters() -> dict[int, Chapter]:
         number, title, fields = read_doc(ast.get_docstring(ast.parse(path.read_text("utf-8"))))
         found[number] = Chapter(number, path, title, fields)
     return found
+
+
+def sources(path: Path) -> list[Path]:
+    """Return the file of a chapter, and those of the modules of MEASURES that it is run with."""
+    found, left = [], [path]
+    while left:
+        found.append(path := left.pop())
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.startswith(HARNESS):
+                names = [module.rpartition(".")[2], *(alias.name for alias in node.names)]
+                used = [FOLDER / "harness" / f"{name}.py" for name in names if name in MEASURES]
+                left += [file for file in used if file not in (*found, *left)]
+    return sorted(found, key=lambda path: path.name)
 
 
 def read_doc(doc: str | None) -> tuple[int, str, dict[str, str]]:
@@ -136,7 +158,8 @@ def run(chapter: Chapter, say: Say, keep: Callable[[dict[str, Any]], None] | Non
 
     token = _current.set(say)
     try:
-        with _one_blas_thread(say.device):
+        with _one_blas_thread(say.device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ASKED_FOR, SlowPathWarning)
             runpy.run_path(str(chapter.path))
     except BrokenPipeError:  # the reader of the lines has gone
         raise

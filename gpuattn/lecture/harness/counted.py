@@ -1,15 +1,19 @@
 """Counts of what code reads, writes and computes, taken while it runs."""
 
 import contextlib
+import importlib.util
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn.autodiff.hooks import hooked
 from gpuattn.bench import op_work
+from gpuattn.lecture.harness.forms import difference
 
 
 class Counted:
@@ -89,6 +93,11 @@ class Work(NamedTuple):
     flops: float
     bytes: int
 
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.bytes
+
 
 @contextlib.contextmanager
 def ops() -> Iterator[list[Work]]:
@@ -111,6 +120,69 @@ def ops() -> Iterator[list[Work]]:
 
     with hooked(hook):
         yield calls
+
+
+def run(form: Callable[..., Any], *given: Any) -> tuple[Any, list[Work]]:
+    """Return what a form returns, and the calls of ops in it."""
+    with ops() as calls:
+        result = form(*given)
+    return result, calls
+
+
+def compare(say: Any, id: str, forms: Mapping[str, Callable], *given: Any) -> dict[str, float]:
+    """State that two forms agree, and that the first has fewer calls of ops, reads and writes.
+
+    Returns how many arrays of the size of its first result each form reads and writes.
+    """
+    ran = {name: run(form, *given) for name, form in forms.items()}
+    outs = [out if isinstance(out, tuple) else (out,) for out, _ in ran.values()]
+    calls = {name: len(found) for name, (_, found) in ran.items()}
+    size = outs[0][0].data.nbytes
+    moved = {name: sum(call.bytes for call in found) / size for name, (_, found) in ran.items()}
+    say.near(id, f"{' and '.join(forms)}: difference of the results", difference(*outs), 1e-5)
+    say.order(id, "calls of ops", calls)
+    say.order(id, "arrays read and written", moved)
+    return moved
+
+
+def reductions(function: Callable[..., Any], x: np.ndarray) -> int:
+    """Return how often a function of NumPy's arrays reduces ``x`` or what follows from it."""
+    Reductions.counts.clear()
+    function(x.view(Reductions))
+    return sum(Reductions.counts.values())
+
+
+def unfused(rng: Any, N: int, D: int) -> dict[str, int]:
+    """Return the bytes of each step of softmax(dropout(mask(Q K^T))) V, of one head in 16 bits."""
+    q, k, v = (Counted(rng.standard_normal((N, D)).astype(np.float16)) for _ in range(3))
+    table, out = Counted(np.empty((N, N), np.float16)), Counted(np.empty((N, D), np.float16))
+    keep, read = rng.random((N, N)) > 0.1, np.float32
+    table[:] = q[:].astype(read) @ k[:].T.astype(read) / math.sqrt(D)
+    moved = {"Q and K": q.bytes + k.bytes, "scores": table.bytes}
+    table[:] = np.where(np.tri(N, dtype=bool), table[:], -np.inf)
+    weights = np.exp(table[:].astype(read) - table.array.max(-1, keepdims=True))
+    table[:] = weights / weights.sum(-1, keepdims=True)
+    table[:] = table[:] * keep
+    moved["mask, softmax, dropout"] = table.bytes - moved["scores"]
+    out[:] = table.array.astype(read) @ v[:].astype(read)  # reads the table again: not in the notes
+    return moved | {"V and out": v.bytes + out.bytes}
+
+
+def by_tiles(say: Any) -> tuple[int, float, float] | None:
+    """Compare products of side 1,024 on a GPU, by tiles in shared memory and each thread alone.
+
+    Returns the side of a tile, how many times fewer reads of memory the kernel with tiles counts,
+    and how many times as fast it is. None on NumPy, or without Numba.
+    """
+    if say.device != "cuda" or not importlib.util.find_spec("numba"):
+        return None
+    from gpuattn.numbakernels.matmul import TILE, product
+
+    a, b = say.normal(1024, 1024), say.normal(1024, 1024)
+    tiles, alone = partial(product, a, b), partial(product, a, b, shared=False)
+    us = say.times({"tiles": tiles, "alone": alone})
+    fewer = alone()[1] / tiles()[1]
+    return TILE, fewer, statistics.median(us["alone"]) / statistics.median(us["tiles"])
 
 
 def product(rows: int, inner: int, cols: int, dtype: Any) -> Work:

@@ -16,7 +16,6 @@ import gc
 import math
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from gpuattn.arrays import to_cpu
 from gpuattn.bench import timing
 from gpuattn.errors import ConfigError
 from gpuattn.lecture.harness.claims import load
+from gpuattn.lecture.harness.forms import host_peak
 from gpuattn.runtime.device import array_module
 from gpuattn.units import nearest
 
@@ -58,10 +58,15 @@ class Say:
         self.rng = np.random.default_rng(0)
         self.statements: list[dict[str, Any]] = []
         self.figures: list[dict[str, Any]] = []
-        self._smoke, self._long, self._given, self._tell = smoke, long, dict(sizes or {}), tell
+        self._smoke, self._long, self._given, self.tell = smoke, long, dict(sizes or {}), tell
         self._names: list[str] = []  # of sizes that the chapter has
 
     # ---- problems -------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of problems whose time and memory count: 16 bits on a GPU."""
+        return "float16" if self.device == "cuda" else "float32"
 
     def size(self, name: str, usual: int, smoke: int, long: int | None = None) -> int:
         """Return a size of the chapter's problem: as given, or small for a smoke run, or usual."""
@@ -101,7 +106,7 @@ class Say:
                 graphs = {name: _graph(call) for name, call in calls.items()}
                 times = _alternate(graphs)
         except Exception as error:  # noqa: BLE001 no graph can hold them: with the host, then
-            self._tell(f"  (by launches, as no graph holds them: {error})")
+            self.tell(f"  (by launches, as no graph holds them: {error})")
             return self.times(calls)
         return {
             name: [us / len(graphs[name].calls) for us in samples]
@@ -125,12 +130,7 @@ class Say:
     def peak(self, call: Callable[[], Any]) -> float:
         """Return the most bytes that a call holds beyond what was there; inf if they do not fit."""
         if self.device != "cuda":
-            tracemalloc.start()
-            try:
-                call()
-                return tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
+            return host_peak(call)
         pool = self.xp.cuda.MemoryPool()
         try:
             with self.xp.cuda.using_allocator(pool.malloc):
@@ -169,6 +169,10 @@ class Say:
         facts = {"names": list(pair), "less": less, "more": more, "unit": unit, "clock": clock}
         self._state(id, what, "order", got=_compared(pair, unit), **facts)
 
+    def faster(self, id: str, what: str, us: Mapping[str, Any]) -> None:
+        """State that of a pair of calls {name: microseconds} the first takes less time."""
+        self.order(id, what, us, "us", clock=True)
+
     def differs(self, id: str, what: str, got: Any) -> None:
         """State a figure that is not the one that the source prints, but the right one."""
         self._state(id, what, "differs", got=got)
@@ -189,30 +193,35 @@ class Say:
         statement = plain(statement)
         statement["verdict"] = verdict(statement)
         self.statements.append(statement)
-        self._tell(f"  {statement['verdict']:8} {id}  {line(statement)}")
+        self.tell(f"  {statement['verdict']:8} {id}  {line(statement)}")
 
     # ---- figures --------------------------------------------------------------------------------
 
     def curves(
-        self, title: str, alt: str, series: Mapping[str, Points], *, label: str,
-        unit: str = "", log: bool = False, log_x: bool = False, points: Iterable = (),
-        levels: Iterable = (),
+        self, title: str, series: Mapping[str, Points], *, label: str, alt: str = "",
+        unit: str = "", log: str = "", points: Iterable = (), levels: Iterable = (),
     ) -> None:  # fmt: skip
-        """Draw curves; ``alt`` says in words what they show. Arguments: see ``svg.curves``."""
+        """Draw curves; ``alt`` says in words what they show: by default, where each ends.
+
+        ``log``: the axes that are logarithmic, as in "xy". Others: see ``svg.curves``.
+        """
         finite = {
             name: [point for point in line if math.isfinite(point[1])]
             for name, line in series.items()
         }
-        given = {"series": finite, "label": label, "unit": unit, "log": log, "log_x": log_x,
-                 "points": list(points), "levels": list(levels)}  # fmt: skip
-        self._draw("curves", title, alt, **given)
+        given = {"series": finite, "label": label, "unit": unit, "points": list(points),
+                 "levels": list(levels), "log": "y" in log, "log_x": "x" in log}  # fmt: skip
+        ends = {name: line[-1] for name, line in finite.items() if line}
+        told = [f"{name}: {y:,.3g} {unit}".strip() + f" at {x:,}" for name, (x, y) in ends.items()]
+        self._draw("curves", title, alt or "; ".join(told), **given)
 
     def bars(
-        self, title: str, alt: str, rows: Mapping[str, float], unit: str = "", *,
+        self, title: str, rows: Mapping[str, float], unit: str = "", *, alt: str = "",
         grey: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Draw a bar for each of ``{name: value}``; ``grey``: names of the source's figures."""
         texts = [[name, value, f"{value:,.4g} {unit}".strip()] for name, value in rows.items()]
+        alt = alt or "; ".join(f"{name}: {shown}" for name, _, shown in texts)
         self._draw("bars", title, alt, rows=texts, grey=list(grey))
 
     def maps(
@@ -252,6 +261,11 @@ def agrees(got: Any, printed: Any) -> bool:
     if isinstance(printed, float) and isinstance(got, int | float):
         return round(got, len(repr(printed).partition(".")[2])) == printed
     return type(got) is type(printed) and got == printed
+
+
+def ratio(more: Any, less: Any) -> float:
+    """Return how many times the median of samples is that of others."""
+    return middle(more) / middle(less)
 
 
 def middle(samples: Any) -> float:

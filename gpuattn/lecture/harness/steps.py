@@ -1,5 +1,6 @@
 """Training steps of whole models, one ladder of a chapter after the other."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a rung: microseconds of its step, the bytes that it holds, and the loss of the first."""
+    """Of a rung: microseconds of its step, the bytes that it holds, and the loss of the first.
+
+    ``peak``: always of steps op by op, so that rungs with and without a graph can be compared.
+    """
 
     us: list[float]
     peak: float
@@ -35,12 +39,15 @@ def climb(say: Say, rungs: Mapping[str, Rung], **smaller: Any) -> dict[str, Foun
     """Return what steps take. On NumPy of a small case of the family, with fields ``smaller``.
 
     All begin with the same parameters and repeat one batch; those of equal cases share a model.
+    If a rung cannot be captured as it asks for, all of them run op by op, and a line says why.
     """
-    found: dict[str, Found] = {}
     if say.device != "cuda":
-        for name, rung in rungs.items():
-            found[name] = _here(say, replace(rung, case=replace(small(rung.case), **smaller)))
-        return found
+        return {
+            name: _here(say, replace(rung, case=replace(small(rung.case), **smaller)))
+            for name, rung in rungs.items()
+        }
+    found: dict[str, Found] = {}
+    refusals: list[str] = []
     xp, pool, case, ours = say.xp, say.xp.cuda.MemoryPool(), None, None
     xp.cuda.Device().synchronize()
     with xp.cuda.Stream(non_blocking=True), xp.cuda.using_allocator(pool.malloc):
@@ -48,26 +55,36 @@ def climb(say: Say, rungs: Mapping[str, Rung], **smaller: Any) -> dict[str, Foun
             if case != rung.case:
                 case, ours = rung.case, None  # frees the model before
                 ours = Ours(case, xp)
+            gc.collect()  # the steps of the rung before
             pool.free_all_blocks()
-            found[name] = _on_gpu(rung, ours, pool)
+            found[name] = _on_gpu(rung, ours, pool, refusals)
+            if refusals:
+                break
     del ours
+    gc.collect()
     pool.free_all_blocks()
+    if refusals:
+        say.tell(f"  (all steps op by op, because of {name!r}: {refusals[0]})")
+        apart = {name: replace(rung, graphs=False) for name, rung in rungs.items()}
+        return climb(say, apart, **smaller)
     return found
 
 
-def _on_gpu(rung, ours, pool):
+def _on_gpu(rung, ours, pool, refusals):
     with use_impl(**rung.impls):
-        updates = Updates(ours, graphs=rung.graphs, tuned=False)
+        updates = Updates(ours, graphs=False, tuned=False)
         updates.restart()
         updates()
         loss = updates.loss()
-        for _ in range(2):  # the second is captured
-            updates()
+        updates()
+        peak = pool.total_bytes()
         if rung.graphs:
+            updates = Updates(ours, tuned=False, notify=refusals.append)
             pool.free_all_blocks()
-        held = updates.step.calls.held_bytes() if rung.graphs else 0
-        peak = pool.total_bytes() + held
-        return Found(timing.sample(updates, SAMPLES), peak, loss)
+            for _ in range(2):  # the second is captured
+                updates()
+            pool.free_all_blocks()
+        return Found([] if refusals else timing.sample(updates, SAMPLES), peak, loss)
 
 
 def _here(say, rung):

@@ -10,6 +10,7 @@ import gpuattn
 from gpuattn import Tensor, explain, flash_attention, use_impl
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import SlowPathWarning, UnsupportedError
+from gpuattn.gemm import cublaslt
 from gpuattn.ops.attention.flash_attention import IMPLS
 
 CASES = {
@@ -191,6 +192,32 @@ def test_16_bits_on_a_gpu_without_cublaslt(dtype):
         assert {launch.file for launch in noted} == {"softmax.cu"}
     assert out.dtype == q.dtype
     assert all(leaf.grad.dtype == q.dtype and leaf.grad.shape == q.shape for leaf in leaves)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_product_on_a_gpu_goes_by_cublaslt(monkeypatch, recwarn, dtype, packed):
+    """CuPy's products cannot be captured, so a step with one is no CUDA graph."""
+    asked = []
+
+    def multiply(a, b):
+        asked.append((a.dtype, b.dtype))
+        assert [cublaslt._matrix(x) for x in (a, b)].count(None) == 0  # nothing is copied
+        return as_array((a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype))
+
+    dtype = np.dtype(dtype_of(dtype))
+    shape, given = (2, 24, 4, 16), {"scale": 0.3, "dropout_p": 0.2, "seed": 1}
+    if packed:
+        shape, given = (48, 4, 16), given | {
+            "cu_seqlens_q": as_array(np.array([0, 24, 48], np.int32)), "max_seqlen_q": 24,
+            "max_seqlen_k": 24}  # fmt: skip
+    with launches_on(GPUS["9.0"]):
+        monkeypatch.setattr(cublaslt, "multiply", multiply)
+        leaves = [Tensor(as_array(np.ones(shape, dtype)), requires_grad=True) for _ in "qkv"]
+        out = flash_attention(*leaves, causal=True, impl="unfused", **given)
+        out.backward(as_array(np.ones(out.shape, dtype)))
+    assert asked == [(dtype, dtype)] * 6  # 2 forward, 4 backward
+    assert not recwarn
 
 
 def test_packed_sequences_that_the_formula_lacks_are_refused():
