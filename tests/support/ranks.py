@@ -93,7 +93,8 @@ class Ranks:
             for given in each or [arguments] * count:
                 command += [*([":"] if len(command) > 1 else []), "-n", "1", *program]
                 command += map(str, given)
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+        others = filter(None, [os.environ.get("PYTHONPATH")])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), *others])
         environment = dict([self._mark.split("=")]) | {
             "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1",
         }  # fmt: skip
