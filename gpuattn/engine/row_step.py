@@ -53,7 +53,7 @@ TILES = (
     (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
     (MOST_ROWS, Tile(128, 1, 4), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
-AT_ONCE = False  # whether a thread finishes its results together; True: not measured yet
+FINISH = 0  # how a thread finishes its results at best, see the kernel; 1, 2: not measured yet
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
 
@@ -280,7 +280,8 @@ def row_linear(
     boxes = (x, ROWS), (weight, tile.outputs // tile.share)
     maps = [tensor_map(a[None, :, None], box) for a, box in boxes]
     constants = {"OUTPUTS": tile.outputs, "SPLITS": tile.splits, "STAGES": tile.stages}
-    constants |= {"SHARE": tile.share, "AT_ONCE": AT_ONCE}
+    whole = residual is None and tile.splits == 1 and tile.outputs > 32  # what 2 needs
+    constants |= {"SHARE": tile.share, "FINISH": FINISH if whole else min(FINISH, 1)}
     tiles, down = outputs // tile.outputs, -(-rows // (ROWS * tile.share))
     kernel(FILE, "row_linear", scalar=ctype(x.dtype), **constants)(
         (tile.splits * tile.share * tiles, down), (THREADS,), *maps, bias, folded,

@@ -1,8 +1,9 @@
 // out = residual + activation(norm(x) W^T + bias) for the few rows of a decoding step, on Hopper. What a norm needs of the
 // result is computed with it, so that norms take no launches of their own.
-// Constants: scalar = f16, bf16; OUTPUTS = 64; SPLITS = 1, 4, 8; STAGES = 4; SHARE = 1; AT_ONCE = false, true
-// Constants: scalar = bf16; OUTPUTS = 32, 128; SPLITS = 1; STAGES = 4; SHARE = 1; AT_ONCE = false, true
-// Constants: scalar = bf16; OUTPUTS = 128; SPLITS = 1; STAGES = 4; SHARE = 2, 4; AT_ONCE = false, true
+// Constants: scalar = f16, bf16; OUTPUTS = 64; SPLITS = 1, 4, 8; STAGES = 4; SHARE = 1; FINISH = 0, 1
+// Constants: scalar = bf16; OUTPUTS = 32, 128; SPLITS = 1; STAGES = 4; SHARE = 1; FINISH = 0, 1
+// Constants: scalar = bf16; OUTPUTS = 128; SPLITS = 1; STAGES = 4; SHARE = 2, 4; FINISH = 1, 2
+// Constants: scalar = f16, bf16; OUTPUTS = 64, 96, 128; SPLITS = 1; STAGES = 4; SHARE = 1; FINISH = 2
 // Launch:    grid = (CLUSTER * outputs / OUTPUTS, ceil(rows / (ROWS * SHARE))), block = (320,), shared = SHARED bytes
 //            dependent: row_linear
 // Arch: sm_90a
@@ -15,7 +16,8 @@
 // With SHARE > 1 a cluster has the same outputs for SHARE times 64 rows, of which the last blocks may have none: each block
 // loads its part of a stage's weights into all of them. A stage is loaded again once all blocks have freed it.
 //
-// AT_ONCE: a thread finishes its results together, instead of one after another.
+// FINISH: a thread finishes its results one after another (0), or together (1); or those of its own sums, together, where
+// there is no residual (2).
 //
 // A norm is applied behind the product: with W' = gain W, norm(x) W^T = rstd (x W'^T - mean sum(W')) + shift W^T, see
 // fold_norm.cu. The mean of a row and its squared distances from that come in parts, one for each tile of the launch that
@@ -26,6 +28,10 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "linear/gelu.cuh"
+
+#define WGMMA_NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_OUTPUTS_24 WGMMA_16(d, 0), WGMMA_8(d, 16)
+WGMMA_FORMS(48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")
 
 constexpr int ROWS = 64;                                      // of a block
 constexpr int CONSUMERS = 256, THREADS = 320, LOADER = 8;     // a warp that loads, then one for statistics of rows
@@ -39,12 +45,14 @@ constexpr int SLOT = OWN_ROWS / 8 * CHUNKS * UNIT, SUMS = SLOTS * SLOT;
 constexpr int X_BYTES = ROWS * 128, STAGE = X_BYTES + OUTPUTS * 128;
 constexpr int VECTORS = 1024 + STAGES * STAGE, KNOWN = VECTORS + 16 * OUTPUTS, END = KNOWN + 8 * OWN_ROWS;
 constexpr int PLACE_OF_SUMS = SPLITS == 1 ? 1024 : END;  // no other block writes: they overwrite the stages
+constexpr int PITCH = 2 * OWN + 16;                      // bytes of a warpgroup's rounded row: eight in different banks
 constexpr int CLUSTER = SPLITS * SHARE;                  // blocks
 constexpr int PART = OUTPUTS / SHARE;                    // weights' rows that a block loads
 constexpr int SHARED = 1024 + END + (SPLITS == 1 ? 0 : SUMS);
 constexpr int RESIDENT = 2 * (SHARED + 1024) <= 233472 ? 2 : 1;  // blocks of a multiprocessor
 constexpr int PASSES = (OWN_ROWS * CHUNKS + CONSUMERS - 1) / CONSUMERS;
 static_assert(SPLITS > 1 || SUMS <= STAGES * STAGE, "row_linear.cu: the sums have the place of the stages");
+static_assert(FINISH == 2 ? SPLITS == 1 && !HALVES : OUTPUTS != 96, "row_linear.cu: the sums of a thread are whole");
 static_assert(SPLITS == 1 || SHARE == 1, "row_linear.cu: a cluster shares weights or the depth");
 static_assert(STAGES <= 16, "row_linear.cu: at most 16 stages");
 enum { FULL = 0, EMPTY = 128, RECEIVED = 256 };  // mbarriers
@@ -71,11 +79,14 @@ __device__ __forceinline__ float activated(float x, int activation) {
     return x;
 }
 
-template <int ACTIVATION> __device__ __forceinline__ void activate(float (&y)[PASSES][8]) {
+// One branch for all: with a branch for each, each result waits for the one before.
+template <int N> __device__ __forceinline__ void activate(float (&y)[N], int activation) {
+    if (activation == RELU)
 #pragma unroll
-    for (int i = 0; i < PASSES; ++i)
+        for (int n = 0; n < N; ++n) y[n] = activated(y[n], RELU);
+    if (activation == GELU)
 #pragma unroll
-        for (int n = 0; n < 8; ++n) y[i][n] = activated(y[i][n], ACTIVATION);
+        for (int n = 0; n < N; ++n) y[n] = activated(y[n], GELU);
 }
 
 // One arrival per warp at each block that loads into the stage.
@@ -168,8 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     if (threadIdx.x < OUTPUTS) {
         const int n = threadIdx.x, at = column + n;
         const float2 own = folded ? folded[at] : float2{bias ? (float)bias[at] : 0.f, 0.f};
-        store_shared(shared + VECTORS + (n % 8 * CHUNKS + n / 8) * 16, own.x, own.y, gain ? (float)gain[at] : 1.f,
-                     shift ? (float)shift[at] : 0.f);
+        if (FINISH == 2) store_shared(shared + VECTORS + n * 8, own);
+        else
+            store_shared(shared + VECTORS + (n % 8 * CHUNKS + n / 8) * 16, own.x, own.y, gain ? (float)gain[at] : 1.f,
+                         shift ? (float)shift[at] : 0.f);
     }
     if (SHARE > 1) cluster_wait();
     grid_dependency_wait();
@@ -178,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     for (int i = 0; i < PASSES; ++i) {
         const int row = (i * CONSUMERS + threadIdx.x) / CHUNKS, at = first + rank * OWN_ROWS + row;
         of_residual[i] = uint4{0, 0, 0, 0};
-        if (residual && row < OWN_ROWS && at < rows)
+        if (FINISH != 2 && residual && row < OWN_ROWS && at < rows)
             of_residual[i] = load_16_bytes(residual + (long long)at * outputs + column + threadIdx.x % CHUNKS * 8);
     }
     float c[OWN / 2];
@@ -203,6 +216,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     keep_live(c);
     if (SHARE > 1) release_all(shared + EMPTY + 8 * before);
 
+    if (FINISH == 2) {  // ---- results of the sums that a thread has, by way of the stages: each warp its rows
+        bar_sync(READY, CONSUMERS + 32);
+        const int own_row = warp % 4 * 16, quad = lane % 4;
+        const u32 rounded = shared + 1024 + warp * 16 * PITCH;
+        float2 of_x[2] = {{0.f, 1.f}, {0.f, 1.f}};
+        if (folded && statistics)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                of_x[half] = load_shared_float2(shared + KNOWN + 8 * (own_row + lane / 4 + 8 * half));
+#pragma unroll
+        for (int j = 0; j < OWN / 8; ++j) {
+            const uint4 two = load_shared_uint4(shared + VECTORS + (group * OWN + 8 * j + 2 * quad) * 8);
+            const float bias_of[2] = {__uint_as_float(two.x), __uint_as_float(two.z)};
+            const float sum_of[2] = {__uint_as_float(two.y), __uint_as_float(two.w)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 known = of_x[i / 2];
+                c[4 * j + i] = fmaf(fmaf(-known.x, sum_of[i % 2], c[4 * j + i]), known.y, bias_of[i % 2]);
+            }
+        }
+        activate(c, activation);
+        u32 pairs[OWN / 16][4];
+        pack(pairs, c);
+#pragma unroll
+        for (int k = 0; k < OWN / 16; ++k) stmatrix(rounded + lane % 16 * PITCH + (2 * k + lane / 16) * 16, pairs[k]);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < OWN / 16; ++i) {
+            const int row = (32 * i + lane) / (OWN / 8), chunk = (32 * i + lane) % (OWN / 8), at = first + own_row + row;
+            const uint4 x = load_shared_uint4(rounded + row * PITCH + chunk * 16);
+            if (at < rows)
+                store_16_bytes(out + (long long)at * outputs + column + group * OWN + 8 * chunk, x.x, x.y, x.z, x.w);
+        }
+        return;
+    }
+
     // ---- sums to the blocks that finish their rows
     if (SPLITS > 1) cluster_wait();
     else bar_sync(MULTIPLIED, CONSUMERS);
@@ -225,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     if (SPLITS > 1) mbar_wait(shared + RECEIVED, 0);
 
     // ---- results: a thread has eight columns of a row
-    if (AT_ONCE) {
+    if (FINISH == 1) {
         if (threadIdx.x >= OWN_ROWS * CHUNKS) return;  // whole warps
         const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS, top = first + rank * OWN_ROWS + row;
         constexpr int DOWN = CONSUMERS / CHUNKS;  // rows from pass to pass
@@ -254,8 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
 #pragma unroll
             for (int i = 0; i < PASSES; ++i) y[i][n] = fmaf(fmaf(-of_x[i].x, own.y, y[i][n]), of_x[i].y, own.x);
         }
-        if (activation == RELU) activate<RELU>(y);
-        if (activation == GELU) activate<GELU>(y);
+        activate((float(&)[PASSES * 8])y, activation);
         if (residual) {
             float2 of_other[PASSES];
 #pragma unroll
