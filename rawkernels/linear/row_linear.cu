@@ -17,7 +17,7 @@
 // loads its part of a stage's weights into all of them. A stage is loaded again once all blocks have freed it.
 //
 // FINISH: a thread finishes its results one after another (0), or together (1); or those of its own sums, together, where
-// there is no residual (2).
+// there is no residual (2). With 1 and 2 the map of x is fetched before the wait, too.
 //
 // A norm is applied behind the product: with W' = gain W, norm(x) W^T = rstd (x W'^T - mean sum(W')) + shift W^T, see
 // fold_norm.cu. The mean of a row and its squared distances from that come in parts, one for each tile of the launch that
@@ -146,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
                 }
             bar_arrive(READY, CONSUMERS + 32);
         } else if (lane == 0) {
+            if (FINISH) prefetch(x_map);
             const auto load = [&](int step, bool x, bool weights) {
                 const u32 to = place(step % STAGES), full = shared + FULL + 8 * (step % STAGES);
                 if (weights) {
