@@ -54,6 +54,7 @@ TILES = (
     (MOST_ROWS, Tile(128, 1, 4), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
 FINISH = 0  # how a thread finishes its results at best, see the kernel; 1, 2: not measured yet
+BY_96: Tile | None = None  # for 3 d where it fits; Tile(96, 1, 4) needs FINISH 2: not measured yet
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
 
@@ -64,6 +65,9 @@ def tile_of(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile:
     wave = -(-rows // ROWS) * (outputs // NARROW.outputs) <= multiprocessors
     if tile.outputs > NARROW.outputs and wave:
         return NARROW
+    by_96 = -(-rows // ROWS) * outputs <= 96 * multiprocessors and not outputs % 96
+    if BY_96 and tile.outputs > 96 and by_96:
+        return BY_96
     if outputs % tile.outputs or inputs % (DEPTH * tile.splits):
         return NARROW
     return tile
@@ -274,6 +278,8 @@ def row_linear(
     """
     rows, (outputs, inputs) = len(x), weight.shape
     tile = tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
+    if residual is not None and tile == BY_96:
+        tile = NARROW
     out, found = arrays.empty(x, (rows, outputs)), None
     if residual is not None:
         found = arrays.empty(x, (rows, outputs // tile.outputs, 2), np.float32)
