@@ -36,11 +36,15 @@ FOLDING = np.dtype([
 
 
 class Tile(NamedTuple):
-    """Outputs of a block, blocks that share the depth of a product, and stages of its pipeline."""
+    """Outputs of a block, blocks that share the depth of a product, and stages of its pipeline.
+
+    ``share``: blocks of rows that load weights for each other; 1 with splits.
+    """
 
     outputs: int
     splits: int
     stages: int
+    share: int = 1
 
 
 # (rows at most, Tile for more outputs than inputs, as many, fewer), as measured for d512 and d768
@@ -49,6 +53,8 @@ TILES = (
     (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
     (MOST_ROWS, Tile(128, 1, 4), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
+FINISH = 0  # how a thread finishes its results at best, see the kernel; 1, 2: not measured yet
+BY_96: Tile | None = None  # for 3 d where it fits; Tile(96, 1, 4) needs FINISH 2: not measured yet
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
 
@@ -59,6 +65,9 @@ def tile_of(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile:
     wave = -(-rows // ROWS) * (outputs // NARROW.outputs) <= multiprocessors
     if tile.outputs > NARROW.outputs and wave:
         return NARROW
+    by_96 = -(-rows // ROWS) * outputs <= 96 * multiprocessors and not outputs % 96
+    if BY_96 and tile.outputs > 96 and by_96:
+        return BY_96
     if outputs % tile.outputs or inputs % (DEPTH * tile.splits):
         return NARROW
     return tile
@@ -66,7 +75,7 @@ def tile_of(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile:
 
 def shared_bytes(tile: Tile) -> int:
     """Return the bytes of shared memory of a block, as the kernel divides them."""
-    outputs, splits, stages = tile
+    outputs, splits, stages, _ = tile
     own = 2048 + stages * 128 * (ROWS + outputs) + 16 * outputs + 8 * (ROWS // splits)
     sums = (2 if outputs == 32 else 1) * outputs * 272
     return own + (sums if splits > 1 else 0)
@@ -269,14 +278,19 @@ def row_linear(
     """
     rows, (outputs, inputs) = len(x), weight.shape
     tile = tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
+    if residual is not None and tile == BY_96:
+        tile = NARROW
     out, found = arrays.empty(x, (rows, outputs)), None
     if residual is not None:
         found = arrays.empty(x, (rows, outputs // tile.outputs, 2), np.float32)
-    boxes = (x, ROWS), (weight, tile.outputs)
+    boxes = (x, ROWS), (weight, tile.outputs // tile.share)
     maps = [tensor_map(a[None, :, None], box) for a, box in boxes]
     constants = {"OUTPUTS": tile.outputs, "SPLITS": tile.splits, "STAGES": tile.stages}
+    whole = residual is None and tile.splits == 1 and tile.outputs > 32  # what 2 needs
+    constants |= {"SHARE": tile.share, "FINISH": FINISH if whole else min(FINISH, 1)}
+    tiles, down = outputs // tile.outputs, -(-rows // (ROWS * tile.share))
     kernel(FILE, "row_linear", scalar=ctype(x.dtype), **constants)(
-        (tile.splits * outputs // tile.outputs, -(-rows // ROWS)), (THREADS,), *maps, bias, folded,
+        (tile.splits * tile.share * tiles, down), (THREADS,), *maps, bias, folded,
         statistics, residual, gain, shift, out, found, rows, outputs, inputs // tile.splits,
         1 if statistics is None else statistics.shape[1], outputs if folded is None else inputs,
         ACTIVATIONS[activation], eps, shared_bytes=shared_bytes(tile),
