@@ -51,9 +51,9 @@ class Tile(NamedTuple):
 TILES = (
     (64, Tile(64, 2, 6), Tile(64, 4, 3), Tile(64, 8, 6)),
     (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
-    (MOST_ROWS, Tile(128, 1, 4), Tile(32, 1, 8), Tile(64, 2, 10)),
+    (MOST_ROWS, Tile(128, 1, 4, 2), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
-FINISH = 0  # how a thread finishes its results at best, see the kernel; 1, 2: not measured yet
+FINISH = 2  # how a thread finishes its results at best, see the kernel
 BY_96: Tile | None = None  # for 3 d where it fits; Tile(96, 1, 4) needs FINISH 2: not measured yet
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
