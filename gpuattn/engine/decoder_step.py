@@ -26,6 +26,7 @@ TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
+WORD = np.uint32  # a number of the states and half a mark: see words.cuh
 EMBED, LINEAR, ATTEND = range(3)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
@@ -39,6 +40,7 @@ PHASE = np.dtype([
     )),
     *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
+    *((name, np.int32) for name in ("residual_age", "statistics_age", "marked", "unused")),
 ])  # fmt: skip
 LAYER = np.dtype([
     *((name, np.uint64) for name in (
@@ -128,13 +130,15 @@ class DecoderStep:
         self._held: list[Any] = []  # arrays whose addresses the program has
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
+        self._writers: dict[int, int] = {}  # by the id of an array: the last phase that writes it
+        self._readers: dict[int, int] = {}  # and the last that reads it
         self._units = self._rotation = 0
         self._build(model, caches, memory, lengths)
         self.phases, packed = np.stack(self._phases), np.stack(self._packed)
         self._program, self._weights = (xp.asarray(x.view(np.uint8)) for x in (self.phases, packed))
         units = -(-packed["outputs"] // TILE)
         self._owners = xp.asarray(np.repeat(np.arange(len(units)), units), np.int32)
-        self._barrier = xp.zeros(2, np.int32)
+        self._counter = xp.zeros(2, np.uint32)
         scalar = ctype(like.dtype)
         self._run = kernel(
             FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim
@@ -149,10 +153,10 @@ class DecoderStep:
         state = self.state
         self._run(
             (self.blocks,), (THREADS,), self._program, state.tokens, state.positions,
-            self._barrier, len(self.phases), self.count, state.beam, self.shift,
+            self._counter, len(self.phases), self.count, state.beam, self.shift,
             shared_bytes=SHARED_BYTES,
         )  # fmt: skip
-        return self.logits[: self.count]
+        return self.logits
 
     # ---- the program ----------------------------------------------------------------------------
 
@@ -161,7 +165,7 @@ class DecoderStep:
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
         self._states = [self._new(width) for _ in range(2)]
-        self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
+        self._statistics = self._new(2, np.uint64)
         self._projected = self._new(first.attention.qkv.weight.shape[0])
         self._attended = self._new(first.attention.out.weight.shape[1])
         self._inner = self._new(first.feed_forward.out.weight.shape[1])
@@ -175,7 +179,7 @@ class DecoderStep:
             x = self._layer(layer, x, caches[i], memory[i] if translates else None, lengths)
         norm = model.decoder_norm if translates else model.norm
         head = model._head_weight() if translates else model._output_weight()
-        self.logits = self._new(head.shape[0])
+        self.logits = self._new(head.shape[0], self.like.dtype)
         bias = getattr(model, "output_bias", None)
         self._linear(x if norm is None else Stream(x.states, norm), head, bias, self.logits)
 
@@ -253,7 +257,28 @@ class DecoderStep:
         self._rotation = (self._rotation + (units << self.shift)) % self.blocks
 
     def _add(self, kind, **fields):
-        self._phases.append(self._record(PHASE, kind=kind, rotation=self._rotation, **fields))
+        own = len(self._phases)
+        if kind != EMBED:
+            self._age(fields["x"], 1)
+        for name in ("residual", "statistics"):
+            if fields.get(name) is not None:
+                fields[f"{name}_age"] = self._age(fields[name])
+        for name in ("out", "statistics_out"):
+            if (x := fields.get(name)) is not None:
+                last = self._readers.get(id(x), -2)
+                assert last <= own - (1 if kind == LINEAR else 2), "it may still be read"
+                self._writers[id(x)] = own
+        marked = fields["out"].dtype == WORD
+        record = self._record(PHASE, kind=kind, rotation=self._rotation, marked=marked, **fields)
+        self._phases.append(record)
+
+    def _age(self, x, expected=None):
+        """Return how many phases before the next one x is written, which reads it."""
+        own = len(self._phases)
+        self._readers[id(x)] = own
+        age = own - self._writers[id(x)]
+        assert expected in (None, age)
+        return age
 
     def _record(self, struct, **fields):
         """Return one element of ``struct``; arrays are given by their addresses."""
@@ -270,8 +295,9 @@ class DecoderStep:
         self._held.append(x)
         return x.data.ptr
 
-    def _new(self, width):
-        return arrays.zeros(self.like, (self.group << self.shift, width))
+    def _new(self, width, dtype=WORD):
+        """Return zeros (rows, width): a mark is not 0 before it begins again."""
+        return arrays.zeros(self.like, (self.count, width), dtype)
 
 
 def _parameters(norm):

@@ -4,13 +4,14 @@
 #include "common/mma_sync.cuh"
 #include "common/pack.cuh"
 #include "decoder/program.cuh"
+#include "decoder/words.cuh"
 
 // x / y for 0 <= x < 2^20.
 __device__ int quotient(int x, float reciprocal_y) { return (x + 0.5f) * reciprocal_y; }
 
 // The attention of a row and head by phase.warps warps, each with a range of the keys. Logits are products of 16 keys
 // (operand a) and the query (operand b, the same in all 8 columns); a lane has those of the keys g, g + 8, ...
-__device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts) {
+__device__ void attend(const Phase& phase, const Shared& shared, const Texts& texts, u32 mark, u32& turn) {
     constexpr int WIDTH = 8, LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES;       // of a value; values of a warp at a time
     constexpr int KEYS = HEAD_DIM == 128 ? 16 : 32, TILES = KEYS / 16, PARTS = HEAD_DIM / DEPTH, VALUES = KEYS / GROUPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -20,12 +21,8 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
     const long long row_stride = (long long)phase.room * key_stride;
     const bool own = phase.slots != nullptr, shares = own && texts.beam > 1;
     const float per_beam = phase.per_beam, scale = phase.scale * LOG2E;
-    float* partial = shared.partial();
-    int base = first_unit(phase);
-    bool waited = false;
-    if (base >= units) return grid.wait();
 #pragma unroll 1
-    for (; base < units; base += gridDim.x * team) {
+    for (int base = first_unit(phase); base < units; base += gridDim.x * team) {
         const int unit = base + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
         const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
         const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
@@ -69,23 +66,30 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         };
         load_keys();
         load_values();
-        if (!waited) grid.wait();
-        waited = true;
         uint4 q[PARTS] = {};
         if (unit < units) {
-            const scalar* query = phase.x + (long long)row * phase.stride;
+            const u32* const query = words_of(phase.x) + row * phase.stride;
+            const int key = (heads + kv_head) * HEAD_DIM, value = key + key_stride;
+            // one warp of a row and KV head stores what is new, in the order of values
+            const bool stores = own && part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads);
+            Eight fresh[2 * PARTS + 2];  // the query, the new key, the new value; the key as it is stored
+            const auto source = [&](int i) {
+                if (i >= 2 * PARTS) return query + (i == 2 * PARTS ? value : key) + word_at(column);
+                return query + (i < PARTS ? head * HEAD_DIM + i * DEPTH : key + (i - PARTS) * DEPTH) + t * 4;
+            };
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + head * HEAD_DIM + p * DEPTH + t * 8);
-            if (own) {
-                const scalar *key = query + (heads + kv_head) * HEAD_DIM, *value = key + phase.kv_heads * HEAD_DIM;
+            for (int i = 0; i < 2 * PARTS + 2; ++i) {
+                fresh[i].clear(mark - 1);
+                if (i < PARTS || (i <= 2 * PARTS ? own : stores)) fresh[i].load(source(i));
+            }
+            await(fresh, mark - 1, texts.rows, source);
 #pragma unroll
-                for (int p = 0; p < PARTS; ++p) new_k[p] = load_states(key + p * DEPTH + t * 8);
-                new_v = load_states(value + column);
-                if (part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
-                    const long long at = offset + beam_row * row_stride + (long long)last * key_stride + column;
-                    *reinterpret_cast<uint4*>(phase.keys + at) = load_states(key + column);
-                    *reinterpret_cast<uint4*>(phase.values + at) = new_v;
-                }
+            for (int p = 0; p < PARTS; ++p) q[p] = fresh[p].numbers(), new_k[p] = fresh[PARTS + p].numbers();
+            new_v = fresh[2 * PARTS].numbers();
+            if (stores) {
+                const long long at = offset + beam_row * row_stride + (long long)last * key_stride + column;
+                *reinterpret_cast<uint4*>(phase.keys + at) = fresh[2 * PARTS + 1].numbers();
+                *reinterpret_cast<uint4*>(phase.values + at) = new_v;
             }
         }
 #pragma unroll 1
@@ -140,7 +144,8 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             for (int i = 0; i < WIDTH; ++i) acc[i] += __shfl_xor_sync(~0u, acc[i], other);
         if (phase.warps > 1) {
             constexpr int SIZE = HEAD_DIM + 8;  // of a warp's result: (HEAD_DIM,), peak and sum
-            float* state = partial + warp * SIZE;
+            float *partial = shared.partial(turn), *state = partial + warp * SIZE;
+            begin_turn();
             if (group == 0) {
                 *reinterpret_cast<float4*>(state + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
                 *reinterpret_cast<float4*>(state + column + 4) = make_float4(acc[4], acc[5], acc[6], acc[7]);
@@ -171,13 +176,13 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
                     acc[4] += weight * b.x, acc[5] += weight * b.y, acc[6] += weight * b.z, acc[7] += weight * b.w;
                 }
             }
-            partial = partial == shared.partial() ? shared.partial() + PARTIAL : shared.partial();
+            ++turn;
         }
         if (part == 0 && group == 0 && unit < units) {
             const float whole = reciprocal(sum);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) acc[i] *= whole;
-            store_pack(phase.out + ((long long)row * heads + head) * HEAD_DIM + column, acc);
+            store_eight(words_of(phase.out) + (row * heads + head) * HEAD_DIM + word_at(column), acc, mark);
         }
     }
 }

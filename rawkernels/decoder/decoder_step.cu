@@ -1,9 +1,22 @@
 // One token of each text through a whole decoder in one launch.
 //
 // Every block stays on its multiprocessor and goes through the same list of phases (gpuattn/engine/decoder_step.py makes
-// it); a barrier of the whole grid lies between phases. One thread of a block only copies weights, which no phase writes:
-// it runs ahead of the others through all phases, as far as its ring of shared memory allows, so that a barrier does not
-// stop the stream of weights. Others copy the phases themselves and prefetch keys and values.
+// it). One thread of a block only copies weights, which no phase writes: it runs ahead of the others through all phases, as
+// far as its ring of shared memory allows. Others copy the phases themselves and prefetch keys and values.
+//
+// Phases hand on states in marked words (words.cuh), without a barrier of the grid or a fence. Why no number is wrong:
+// - A word's data and mark are one 64-bit access, which PTX makes whole, so what has the expected mark has the data of the
+//   same store. Nothing else that a block writes is read by another in this launch: new keys and values are taken from the
+//   words, the caches and logits are for later kernels. So no order between two accesses matters.
+// - The mark is that of one phase of one launch: marks used by the launches before + the phase + 1. A word is written in
+//   every use of its array, so before that it has the mark of the use before, or zeros from the allocation, and no mark
+//   is 0 until 2^32 marks later, when no such zero is left.
+// Why all blocks come to the end: the launch is cooperative, a block waits for earlier phases only, and no array is written
+// again before its words were read. A unit writes when it has taken all that it reads: a product all of the phase before
+// (of its group of rows), attention the query, key and value of a row and head, all heads together all of the phase before.
+// So if a word of phase w is written, all of phase w - 2 is, and of w - 1 too if w is a product, and those who wrote it have
+// read. `_add` in decoder_step.py asserts that no array is written sooner. Were this wrong, a word would have a later mark:
+// its reader waits, and faults after seconds.
 //
 // Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64
 // Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128
@@ -13,7 +26,7 @@
 #include "decoder/attention.cuh"
 #include "decoder/products.cuh"
 
-__device__ void embed(const Phase& phase, const Texts& texts) {
+__device__ void embed(const Phase& phase, const Texts& texts, u32 mark) {
     constexpr int WIDTH = 8;
     const int width = phase.inputs;
     for (int row = first_unit(phase); row < texts.rows; row += gridDim.x) {
@@ -25,7 +38,7 @@ __device__ void embed(const Phase& phase, const Texts& texts) {
             if (phase.weights) unpack(place, load_pack<WIDTH>(phase.weights + position * width + column));
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) x[i] = x[i] * phase.scale + place[i];
-            store_pack(phase.out + (long long)row * width + column, x);
+            store_eight(words_of(phase.out) + row * width + word_at(column), x, mark);
         }
     }
 }
@@ -34,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
     const Phase* program,
     const int* tokens,     // (rows,): the last token of each row
     const int* positions,  // (rows,): its position
-    int* barrier,          // two zeros, which the launch leaves zero
+    u32* counter,          // marks used so far, at first 0; a zero, which the launch leaves zero
     int phases,
     int rows,
     int beam,              // rows of a sentence
@@ -48,8 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         }
         for (int slot = 0; slot < PHASES; ++slot) {
             mbar_init(shared.phase_full(slot), 1);
-            mbar_init(shared.phase_empty(slot), 3);
+            mbar_init(shared.phase_empty(slot), 2 + WARPS);
         }
+        mbar_init(shared.numbered(), 1);
         mbar_init_done();
     }
     __syncthreads();
@@ -59,22 +73,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         if (threadIdx.x == CONSUMERS) copy_weights(phases, texts.shift, shared);
         if (threadIdx.x == CONSUMERS + 32) copy_phases(program, phases, shared);
         if (threadIdx.x / 32 == WARPS + 2) prefetch_keys(phases, texts, shared);
+        if (threadIdx.x == CONSUMERS + 96) number_marks(counter, phases, shared);
         return;
     }
     increase_registers<REGISTERS>();
     PipelineState<SLOTS> slot;
+    u32 turn = 0;  // at the partial sums
+    mbar_wait(shared.numbered(), 0);
+    const u32 first_mark = *shared.first_mark();
 #pragma unroll 1
     for (int i = 0; i < phases; ++i) {
         const PipelineState<PHASES> at(i);
-        const Grid grid = {barrier, i * (int)gridDim.x};
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (phase.kind == LINEAR) multiply(phase, shared, grid, slot, shift);
-        else if (phase.kind == ATTEND) attend(phase, shared, grid, texts);
-        else embed(phase, texts);
-        if (i + 1 < phases) grid.arrive();
-        if (threadIdx.x == 0) mbar_arrive(shared.phase_empty(at.stage));  // after a barrier of all that read it
+        if (phase.kind == LINEAR) multiply(phase, shared, texts, first_mark + i, slot, turn);
+        else if (phase.kind == ATTEND) attend(phase, shared, texts, first_mark + i, turn);
+        else embed(phase, texts, first_mark + i);
+        __syncwarp();
+        release(shared.phase_empty(at.stage));
     }
-    if (threadIdx.x == 0 && increment_acq_rel(reinterpret_cast<u32*>(barrier + 1), gridDim.x - 1) == gridDim.x - 1)
-        barrier[0] = 0;
 }

@@ -4,6 +4,7 @@
 #include "common/mma_sync.cuh"
 #include "common/pair.cuh"
 #include "decoder/program.cuh"
+#include "decoder/words.cuh"
 #include "linear/gelu.cuh"
 
 __device__ float activated(float x, int activation) {
@@ -15,77 +16,80 @@ __device__ float activated(float x, int activation) {
 // out = activation(W x + bias) + residual for the units of this block: TILE outputs of ROWS rows, two units at a time. Of
 // each stage a warp multiplies every eighth piece; the partial sums of the warps are added in shared memory. The number of
 // blocks is a multiple of the groups of rows, so that all units of a block are of the same rows.
-__device__ void multiply(const Phase& phase, const Shared& shared, const Grid& grid, PipelineState<SLOTS>& slot, int shift) {
+__device__ void multiply(const Phase& phase, const Shared& shared, const Texts& texts, u32 mark, PipelineState<SLOTS>& slot,
+                         u32& turn) {
     constexpr int PAIRS = ROWS * TILE / 2;                                  // of outputs of a unit, two of a row in each
     constexpr int ITEMS = UNITS * PAIRS <= CONSUMERS ? 1 : UNITS * PAIRS / CONSUMERS;  // pairs of a thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int inputs = phase.inputs, outputs = phase.outputs, stages = ceil_div(inputs, DEPTH * WARPS * PIECES);
-    const int units = ceil_div(outputs, TILE) << shift, norm = phase.norm;
+    const int inputs = phase.inputs, outputs = phase.outputs, steps = ceil_div(inputs, STAGE_DEPTH) * STEPS;
+    const int shift = texts.shift, units = ceil_div(outputs, TILE) << shift, norm = phase.norm;
     int unit = first_unit(phase);
-    if (unit >= units) return grid.wait();
+    if (unit >= units) return;
     const int first_row = (unit & ((1 << shift) - 1)) * ROWS, row = first_row + threadIdx.x % ROWS;  // row: of its pairs
-    const scalar* x = phase.x + (first_row + g) * inputs + warp * DEPTH + t * 8;
-    uint4 even[PIECES][COLUMNS], odd[PIECES][COLUMNS];  // operands b of two stages
-    const auto load = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
+    const u32* x = words_of(phase.x) + (first_row + g) * inputs + warp * DEPTH + t * 4;
+    Eight even[STEP * COLUMNS], odd[STEP * COLUMNS];  // operands b of two steps, a part of a stage each
+    const auto source = [&](int i, int step) {
+        return x + (step * STEP + i / COLUMNS) * WARPS * DEPTH + i % COLUMNS * 8 * inputs;
+    };
+    const auto load = [&](Eight (&b)[STEP * COLUMNS], int step) {
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            const int k = (stage * PIECES + p) * WARPS * DEPTH;
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) {
-                b[p][c] = make_uint4(0, 0, 0, 0);
-                if (k + warp * DEPTH < inputs) b[p][c] = load_states(x + k + c * 8 * inputs);
-            }
+        for (int i = 0; i < STEP * COLUMNS; ++i) {
+            b[i].clear(mark - 1);
+            const bool inside = ((step * STEP + i / COLUMNS) * WARPS + warp) * DEPTH < inputs;
+            if (inside && first_row + i % COLUMNS * 8 + g < texts.rows) b[i].load(source(i, step));
         }
     };
-    float* partial = shared.partial();
+    load(even, 0);
+    load(odd, 1);  // or zeros, so that ptxas does not keep what the registers had in phases before
+    float mean = 0, rstd = 1;  // of `row`
     bool first = true;
 #pragma unroll 1
     for (; unit < units; unit += UNITS * gridDim.x) {
         const int here = unit + gridDim.x < units ? UNITS : 1;
         // what the end needs
-        u32 before[ITEMS], gain[ITEMS], bias[ITEMS];
-        float2 known = {}, sums[ITEMS], offsets[ITEMS];
+        u64 before[ITEMS], known[2] = {};
+        u32 gain[ITEMS], bias[ITEMS];
+        float2 sums[ITEMS] = {}, offsets[ITEMS] = {};
         int columns[ITEMS];  // of the pair in the output; -1: none
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = threadIdx.x + i * CONSUMERS, u = item / PAIRS;
             columns[i] = ((unit + u * gridDim.x) >> shift) * TILE + item % PAIRS / ROWS * 2;
-            if (u >= here || columns[i] >= outputs) columns[i] = -1;
+            if (u >= here || columns[i] >= outputs || row >= texts.rows) columns[i] = -1;
             before[i] = gain[i] = bias[i] = 0;
             if (columns[i] < 0 || !phase.residual) continue;
-            before[i] = *reinterpret_cast<const u32*>(phase.residual + row * outputs + columns[i]);
+            before[i] = load_word(words_of(phase.residual) + row * outputs + word_at(columns[i]));
             if (phase.statistics) {
                 gain[i] = *reinterpret_cast<const u32*>(phase.gain + columns[i]);
                 if (phase.shift) bias[i] = *reinterpret_cast<const u32*>(phase.shift + columns[i]);
             }
         }
-        if (first) grid.wait();
-        if (first || stages > 2) {
-            load(even, 0);
-            if (stages > 1) load(odd, 1);
-        }
-        if (phase.statistics) known = *reinterpret_cast<const float2*>(phase.statistics + row * 2);
+        if (phase.statistics && row < texts.rows) load_relaxed(known[0], known[1], phase.statistics + row * 2);
         float d[UNITS][COLUMNS][4] = {}, sums_of[COLUMNS][4] = {};
-        const auto accumulate = [&](const uint4 (&b)[PIECES][COLUMNS], int stage) {
+        const auto accumulate = [&](Eight (&b)[STEP * COLUMNS], int step) {
+            await(b, mark - 1, texts.rows, [&](int i) { return source(i, step); });
+            const int part = step % STEPS;
+            PipelineState<SLOTS> at = slot;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 if (u >= here) break;
-                const u32 from = shared.ring + slot.stage * SLOT_BYTES;
-                mbar_wait(shared.full(slot.stage), slot.parity);
+                const u32 ring = shared.ring + at.stage * SLOT_BYTES;
+                mbar_wait(shared.full(at.stage), at.parity);
 #pragma unroll
-                for (int p = 0; p < PIECES; ++p) {
-                    if (((stage * PIECES + p) * WARPS + warp) * DEPTH >= inputs) continue;
-                    const u32 piece = from + (p * WARPS + warp) * PIECE * 2 + lane * 16;
+                for (int p = 0; p < STEP; ++p) {
+                    if (((step * STEP + p) * WARPS + warp) * DEPTH >= inputs) continue;
+                    const u32 piece = ring + ((part * STEP + p) * WARPS + warp) * PIECE * 2 + lane * 16;
                     const uint4 low = load_shared_uint4(piece), high = load_shared_uint4(piece + PIECE);
                     const u32 a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
                     for (int c = 0; c < COLUMNS; ++c) {
-                        mma(scalar(), d[u][c], a0, b[p][c].x, b[p][c].y);
-                        mma(scalar(), d[u][c], a1, b[p][c].z, b[p][c].w);
+                        const uint4 of = b[p * COLUMNS + c].numbers();
+                        mma(scalar(), d[u][c], a0, of.x, of.y);
+                        mma(scalar(), d[u][c], a1, of.z, of.w);
                     }
                 }
-                if (stage == stages - 1) {
-                    const u32 tail = from + inputs * TILE * 2 - (stages - 1) * STAGE_BYTES;
+                if (step == steps - 1) {
+                    const u32 tail = ring + (inputs - (step / STEPS) * STAGE_DEPTH) * TILE * 2;
 #pragma unroll
                     for (int i = 0; i < ITEMS; ++i) {
                         const int item = threadIdx.x + i * CONSUMERS;
@@ -94,28 +98,36 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                         offsets[i] = load_shared_float2(tail + TILE * 4 + item % PAIRS / ROWS * 8);
                     }
                 }
-                __syncwarp();
-                release(shared.empty(slot.stage));
-                slot.next();
+                if (part == STEPS - 1) {
+                    __syncwarp();
+                    release(shared.empty(at.stage));
+                }
+                at.next();
             }
+            if (part == STEPS - 1) slot = at;
             if (!first || !norm) return;
             const u32 one = pack_pair(scalar(), 1.f, 1.f);
 #pragma unroll
-            for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) {  // operand a: the 8 rows themselves, then ones
-                    const u32 low[4] = {b[p][c].x, one, b[p][c].y, one}, high[4] = {b[p][c].z, one, b[p][c].w, one};
-                    mma(scalar(), sums_of[c], low, b[p][c].x, b[p][c].y);
-                    mma(scalar(), sums_of[c], high, b[p][c].z, b[p][c].w);
-                }
+            for (int i = 0; i < STEP * COLUMNS; ++i) {  // operand a: the 8 rows themselves, then ones
+                const uint4 of = b[i].numbers();
+                const u32 low[4] = {of.x, one, of.y, one}, high[4] = {of.z, one, of.w, one};
+                mma(scalar(), sums_of[i % COLUMNS], low, of.x, of.y);
+                mma(scalar(), sums_of[i % COLUMNS], high, of.z, of.w);
+            }
         };
 #pragma unroll 1
-        for (int stage = 0; stage < stages; stage += 2) {
-            accumulate(even, stage);
-            if (stage + 2 < stages) load(even, stage + 2);
-            if (stage + 1 < stages) accumulate(odd, stage + 1);
-            if (stage + 3 < stages) load(odd, stage + 3);
+        for (int step = 0; step < steps; step += 2) {
+            accumulate(even, step);
+            if (step + 2 < steps) load(even, step + 2);
+            if (step + 1 < steps) accumulate(odd, step + 1);
+            if (step + 3 < steps) load(odd, step + 3);
         }
+        if (steps > 2 && unit + UNITS * gridDim.x < units) {
+            load(even, 0);
+            load(odd, 1);
+        }
+        float *partial = shared.partial(turn), *of_rows = shared.rows(turn);
+        begin_turn();
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
@@ -125,25 +137,25 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                 *reinterpret_cast<float2*>(own + 8 * PITCH) = make_float2(d[u][c][2], d[u][c][3]);
             }
             if (first && norm) {  // the squares of row g are on the diagonal, sums below it
-                float* to = shared.rows() + (warp * ROWS + c * 8) * 2;
+                float* to = of_rows + (warp * ROWS + c * 8) * 2;
                 if (g == 0) to[4 * t] = sums_of[c][2], to[4 * t + 2] = sums_of[c][3];
                 if (t == g / 2) to[2 * g + 1] = g % 2 ? sums_of[c][1] : sums_of[c][0];
             }
         }
         sync_consumers();
-        float mean = 0, rstd = 1;
-        if (norm) {
+        if (first && norm) {
             float2 all = {};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float2 part = *reinterpret_cast<const float2*>(shared.rows() + (w * ROWS + threadIdx.x % ROWS) * 2);
+                const float2 part = *reinterpret_cast<const float2*>(of_rows + (w * ROWS + threadIdx.x % ROWS) * 2);
                 all.x += part.x, all.y += part.y;
             }
             const float each = reciprocal(inputs);
             if (norm == LAYER_NORM) mean = all.x * each;
             rstd = rsqrtf(fmaxf(all.y * each - mean * mean, 0.f) + phase.eps);
-            if (first && phase.statistics_out && unit >> shift == 0 && threadIdx.x < ROWS)
-                *reinterpret_cast<float2*>(phase.statistics_out + row * 2) = make_float2(mean, rstd);
+            if (phase.statistics_out && unit >> shift == 0 && threadIdx.x < ROWS && row < texts.rows)
+                store_relaxed(phase.statistics_out + row * 2, marked(__float_as_uint(mean), mark),
+                              marked(__float_as_uint(rstd), mark));
         }
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -158,18 +170,24 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             if (norm) y.x = rstd * (y.x - mean * sums[i].x), y.y = rstd * (y.y - mean * sums[i].y);
             y.x = activated(y.x + offsets[i].x, phase.activation), y.y = activated(y.y + offsets[i].y, phase.activation);
             if (phase.residual) {
-                float2 old = unpack_pair(scalar(), before[i]);
+                const u32* const there = words_of(phase.residual) + row * outputs + word_at(columns[i]);
+                float2 old = unpack_pair(scalar(), await_word(before[i], there, mark - phase.residual_age));
                 if (phase.statistics) {
+                    const u32* const pair = reinterpret_cast<const u32*>(phase.statistics + row * 2);
+                    const u32 age = phase.statistics_age;
+                    const float known_mean = __uint_as_float(await_word(known[0], pair, mark - age));
+                    const float known_rstd = __uint_as_float(await_word(known[1], pair + 2, mark - age));
                     const float2 scale = unpack_pair(scalar(), gain[i]), add = unpack_pair(scalar(), bias[i]);
-                    old.x = (old.x - known.x) * known.y * scale.x + add.x;
-                    old.y = (old.y - known.x) * known.y * scale.y + add.y;
+                    old.x = (old.x - known_mean) * known_rstd * scale.x + add.x;
+                    old.y = (old.y - known_mean) * known_rstd * scale.y + add.y;
                 }
                 y.x += old.x, y.y += old.y;
             }
-            *reinterpret_cast<u32*>(phase.out + (long long)row * outputs + columns[i]) = pack_pair(scalar(), y.x, y.y);
+            const u32 pair = pack_pair(scalar(), y.x, y.y);
+            if (phase.marked) store_word(words_of(phase.out) + row * outputs + word_at(columns[i]), pair, mark);
+            else *reinterpret_cast<u32*>(phase.out + (long long)row * outputs + columns[i]) = pair;
         }
         first = false;
-        if (BUFFERS > UNITS) partial = partial == shared.partial() ? shared.partial() + UNITS * PARTIAL : shared.partial();
-        else if (unit + UNITS * gridDim.x < units) sync_consumers();  // before the partial sums are overwritten
+        ++turn;
     }
 }

@@ -8,20 +8,20 @@ enum Kind { EMBED, LINEAR, ATTEND };
 enum Norm { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, GELU };
 
-// One step of the program, the same for all blocks. Arrays of states are (groups * ROWS, width); the rows past the texts
-// hold zeros or anything: no row depends on another.
+// One step of the program, the same for all blocks. States are (rows, width), in marked words (words.cuh), and so are the
+// statistics of rows; logits, the result of the last phase, are plain.
 struct alignas(16) Phase {
     int kind, norm, activation;
     int rotation;             // the block that takes the first unit of work
     int outputs, inputs;      // LINEAR. EMBED: rows of the table, width
     float eps, scale;         // of the norm; EMBED: of the table; ATTEND: of the products
-    const scalar* x;          // LINEAR: input (rows, inputs); ATTEND: queries; EMBED: table
+    const scalar* x;          // LINEAR: input (rows, inputs), ATTEND: queries, both of the phase before; EMBED: table
     const scalar* weights;    // LINEAR: packed by pack_weights; EMBED: positions (length, width) or null
     const scalar* residual;   // (rows, outputs), added to the result, or null
-    const float* statistics;  // (rows, 2): mean and 1 / deviation of the rows of `residual`, or null: it is added as it is
+    const u64* statistics;    // (rows, 2): mean and 1 / deviation of the rows of `residual`, or null: it is added as it is
     const scalar* gain;       // (outputs,), of the norm of `residual`
     const scalar* shift;      // or null
-    float* statistics_out;    // LINEAR with a norm: the statistics of x, or null
+    u64* statistics_out;      // LINEAR with a norm: the statistics of x, or null
     scalar* out;              // (rows, outputs)
     scalar* keys;             // ATTEND: (sentences or rows, room, kv_heads, HEAD_DIM)
     scalar* values;
@@ -31,8 +31,10 @@ struct alignas(16) Phase {
     int heads, kv_heads, room, stride;  // stride: of the rows of x, in elements. EMBED: room is the number of positions
     int warps;                          // ATTEND: of a row and head; 1, 2, 4 or 8
     float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
+    int residual_age, statistics_age;       // how many phases before this one they are written
+    int marked, unused;                     // whether `out` has marked words
 };
-static_assert(sizeof(Phase) == 160);
+static_assert(sizeof(Phase) == 176);
 
 constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
 constexpr int COPY_REGISTERS = 40, REGISTERS = 232;             // with 384 threads a launch gives 168 to each
@@ -40,32 +42,41 @@ static_assert(COPY_REGISTERS + 2 * REGISTERS == 3 * 168, "decoder_step.cu: setma
 constexpr int TILE = 16, DEPTH = 32, PIECE = TILE * DEPTH;      // outputs, inputs and elements of a packed piece
 constexpr int TAIL_BYTES = 2 * TILE * 4;                        // sums and offsets behind the pieces of a unit
 constexpr int PIECES = ROWS == 32 ? 2 : 4;                      // of a stage for each warp
-constexpr int STAGE_BYTES = PIECES * WARPS * PIECE * 2;
+constexpr int STAGE_DEPTH = PIECES * WARPS * DEPTH, STAGE_BYTES = STAGE_DEPTH * TILE * 2;
+constexpr int STEP = ROWS == 32 ? 1 : PIECES, STEPS = PIECES / STEP;  // pieces whose states a warp loads at a time
 constexpr int SLOT_BYTES = STAGE_BYTES + TAIL_BYTES;
 constexpr int COLUMNS = ROWS / 8;                               // operands b
 constexpr int UNITS = 2;                                        // that a block multiplies at a time
 constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
 constexpr int PARTIAL = WARPS * TILE * PITCH;                   // partial sums of a unit, in floats
 constexpr int PHASES = 4;                                       // in shared memory
-constexpr int BUFFERS = ROWS == 32 ? UNITS : 2 * UNITS;
-constexpr int FIXED_BYTES = BUFFERS * PARTIAL * 4 + WARPS * ROWS * 8 + PHASES * sizeof(Phase) + 512;
+constexpr int HALVES = ROWS == 32 ? 1 : 2;                      // that hold partial sums in turn
+constexpr int ROW_SUMS = WARPS * ROWS * 2;                      // in floats
+constexpr int FIXED_BYTES = HALVES * (UNITS * PARTIAL + ROW_SUMS) * 4 + PHASES * sizeof(Phase) + 512;
 constexpr int SHARED_LIMIT = 232448, SLOTS = (SHARED_LIMIT - FIXED_BYTES) / SLOT_BYTES;  // of a block on Hopper
-static_assert(2 * (SLOTS + PHASES) * 8 <= 512 && SLOTS >= 4);
+static_assert((2 * (SLOTS + PHASES) + 2) * 8 <= 512 && SLOTS >= 4);
+static_assert(WARPS * (HEAD_DIM + 8) <= UNITS * PARTIAL, "decoder_step.cu: attention has its partial sums there");
 
-// The dynamic shared memory: a ring of stages, partial sums, statistics of rows, a ring of phases, and their barriers.
+// The dynamic shared memory: a ring of stages, partial sums, sums of rows, a ring of phases, and their barriers.
 struct Shared {
     unsigned char* base;
     u32 ring;  // the address of base
-    static constexpr int SUMS = SLOTS * SLOT_BYTES, ROW_SUMS = SUMS + BUFFERS * PARTIAL * 4;
-    static constexpr int PROGRAM = ROW_SUMS + WARPS * ROWS * 8, BARRIERS = PROGRAM + PHASES * sizeof(Phase);
-    __device__ float* partial() const { return reinterpret_cast<float*>(base + SUMS); }    // BUFFERS of PARTIAL
-    __device__ float* rows() const { return reinterpret_cast<float*>(base + ROW_SUMS); }   // (WARPS, ROWS, 2), of a warp's
-                                                                                          // inputs: sums, and of squares
+    static constexpr int SUMS = SLOTS * SLOT_BYTES, OF_ROWS = SUMS + HALVES * UNITS * PARTIAL * 4;
+    static constexpr int PROGRAM = OF_ROWS + HALVES * ROW_SUMS * 4, BARRIERS = PROGRAM + PHASES * sizeof(Phase);
+    static constexpr int FIRST_MARK = BARRIERS + (2 * (SLOTS + PHASES) + 1) * 8;
+    __device__ float* partial(u32 turn) const {  // UNITS of PARTIAL
+        return reinterpret_cast<float*>(base + SUMS) + turn % HALVES * UNITS * PARTIAL;
+    }
+    __device__ float* rows(u32 turn) const {     // (WARPS, ROWS, 2), of a warp's inputs: sums, and of squares
+        return reinterpret_cast<float*>(base + OF_ROWS) + turn % HALVES * ROW_SUMS;
+    }
+    __device__ u32* first_mark() const { return reinterpret_cast<u32*>(base + FIRST_MARK); }
     __device__ Phase* phases() const { return reinterpret_cast<Phase*>(base + PROGRAM); }
     __device__ u32 full(int slot) const { return ring + BARRIERS + slot * 8; }
     __device__ u32 empty(int slot) const { return full(SLOTS + slot); }
     __device__ u32 phase_full(int slot) const { return full(2 * SLOTS + slot); }
     __device__ u32 phase_empty(int slot) const { return full(2 * SLOTS + PHASES + slot); }
+    __device__ u32 numbered() const { return full(2 * (SLOTS + PHASES)); }  // the first mark is there
 };
 struct Texts {
     const int *tokens, *positions;  // (rows,): the last token of each row, its position
@@ -75,18 +86,11 @@ struct Texts {
 __device__ uint4 load_states(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
 __device__ void sync_consumers() { bar_sync(1, CONSUMERS); }
 
-// The barrier of the grid: a phase first loads what earlier phases did not write, then waits.
-struct Grid {
-    int *arrived, count;  // count: of the arrivals before this phase
-    __device__ void arrive() const {
-        sync_consumers();
-        if (threadIdx.x == 0) increment_release(arrived);
-    }
-    __device__ void wait() const {
-        if (threadIdx.x == 0) wait_for_count(arrived, count);
-        sync_consumers();
-    }
-};
+// Partial sums of a turn are written, then all wait, then they are read. The next turn has the other half, so the wait of
+// the turn between two uses of a half lies behind all that read it. Where there is one half, all wait here too.
+__device__ void begin_turn() {
+    if constexpr (HALVES == 1) sync_consumers();
+}
 
 __device__ int first_unit(const Phase& phase) {
     const int unit = blockIdx.x - phase.rotation;
@@ -96,6 +100,14 @@ __device__ int ceil_div(long long a, int b) { return (a + b - 1) / b; }
 __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // ---- the threads that copy
+// Gives the block the mark of the first phase. `counter`: marks used by the launches before, and a zero. The last block to
+// have read it adds those of this launch; what the next launch reads is written then, as it begins when this one has ended.
+__device__ void number_marks(u32* counter, int phases, const Shared& shared) {
+    *shared.first_mark() = load_relaxed(counter) + 1;
+    mbar_arrive(shared.numbered());
+    if (increment_acq_rel(counter + 1, gridDim.x - 1) == gridDim.x - 1) *counter += phases;
+}
+
 __device__ void copy_phases(const Phase* program, int phases, const Shared& shared) {
     PipelineState<PHASES> slot;
     for (int i = 0; i < phases; ++i, slot.next()) {
