@@ -5,7 +5,7 @@
 #include "common/global_memory.cuh"
 #include "common/pack.cuh"
 
-constexpr int POLLED_ROWS = 4;  // with so many rows all missing words are loaded again at a time: it is few bytes
+constexpr int POLLED_ROWS = 8;  // with so many rows all missing words are loaded again at a time: it is few bytes
 
 // A number takes 4 bytes, so `states + i` is the word of numbers i and i + 1. Of 32 adjacent numbers, each 8 are loaded by
 // a lane in two loads; the words of a load are adjacent for adjacent lanes.

@@ -13,7 +13,6 @@ in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is bu
   swizzles and tensor maps are decoded bit by bit;
 - registers must not be used while wgmma uses them;
 - a deadlock reports which warps wait for what.
-
 - relaxed stores to global memory happen late and in any order, each word of a vector alone;
 - a wait with a limit on its time ends after some million steps.
 
