@@ -36,7 +36,8 @@ struct Eight {
     }
     __device__ void clear(u32 mark) { word[0] = word[1] = word[2] = word[3] = marked(0, mark); }
     __device__ bool has(u32 mark) const {
-        return !((mark_of(word[0]) ^ mark) | (mark_of(word[1]) ^ mark) | (mark_of(word[2]) ^ mark) | (mark_of(word[3]) ^ mark));
+        const u32 first = (mark_of(word[0]) ^ mark) | (mark_of(word[1]) ^ mark);
+        return !(first | (mark_of(word[2]) ^ mark) | (mark_of(word[3]) ^ mark));
     }
     __device__ uint4 numbers() const { return make_uint4(word[0], word[1], word[2], word[3]); }
 };
@@ -48,8 +49,9 @@ __device__ void store_eight(u32* to, const float (&x)[8], u32 mark) {
     store_relaxed(reinterpret_cast<u64*>(to + SECOND), word[2], word[3]);
 }
 
-// Called by a whole warp, whose lanes have loaded their x[i] from from(i), or cleared it: loads again what has not the mark.
-// With many rows a lane first waits for one, so that blocks that wait leave L2 to those that work.
+// Called by a whole warp, whose lanes have loaded their x[i] from from(i), or cleared it: loads again what lacks the mark.
+// With many rows a lane first waits for the mark of one, so that blocks that wait leave L2 to those that work; what it takes
+// is loaded after that, whole.
 template <int N, typename From> __device__ void await(Eight (&x)[N], u32 mark, int rows, const From& from) {
     long long start = -1;
     while (true) {

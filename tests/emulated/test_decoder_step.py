@@ -128,7 +128,7 @@ MISTAKES = {  # file, what is replaced, by what
         "words.cuh", "if (!__any_sync(~0u, missing != nullptr)) return;", "return;"
     ),
     "a check of one word of two": (
-        "words.cuh", " | (mark_of(word[1]) ^ mark) | (mark_of(word[2]) ^ mark)", ""
+        "words.cuh", "first | (mark_of(word[2]) ^ mark) | (mark_of(word[3]) ^ mark)", "first"
     ),
     "no check of the residual's marks": (
         "words.cuh", "if (mark_of(word) == mark) return word;", "return word;"

@@ -26,10 +26,15 @@ class Interpreter:
         self.written = {}
 
     def __call__(self):
-        for phase in self.decoder.phases:
-            {EMBED: self.embed, LINEAR: self.multiply, ATTEND: self.attend}[int(phase["kind"])](
-                phase
-            )
+        when = {}  # by address: the phase that wrote it last
+        for n, phase in enumerate(self.decoder.phases):
+            kind = int(phase["kind"])
+            ages = {name: phase[f"{name}_age"] for name in ("residual", "statistics")}
+            for name, age in {**ages, **({} if kind == EMBED else {"x": 1})}.items():
+                assert not phase[name] or when[int(phase[name])] == n - age
+            when |= {int(phase[name]): n for name in ("out", "statistics_out")}
+            assert phase["marked"] == (n + 1 < len(self.decoder.phases))
+            {EMBED: self.embed, LINEAR: self.multiply, ATTEND: self.attend}[kind](phase)
         return self.read(self.decoder.phases[-1]["out"], (self.rows, -1))
 
     def read(self, address, shape):
