@@ -23,9 +23,8 @@ FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
 THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
-GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
-MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
-BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
+HEAD_DIMS, ROWS = (32, 64, 128), (8, 16, 32)  # ROWS: that the kernel is compiled for
+MOST_ROWS, MOST_KEYS = ROWS[-1], 8192  # of a step; beyond, kernels of an op each are faster
 WORD = np.uint32  # a number of the states and half a mark: see words.cuh
 EMBED, LINEAR, ATTEND = range(3)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
@@ -70,7 +69,7 @@ def refusal(model: Any, rows: int, room: int) -> str | None:
         own, forward = layer.attention, layer.feed_forward
         if own.rotary or own.normalises:
             return "queries and keys are rotated or normalised"
-        if own.head_dim not in GROUPS:
+        if own.head_dim not in HEAD_DIMS:
             return f"the head size is {own.head_dim}, the kernel takes 32, 64 or 128"
         if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
             return "the activation is not ReLU or the tanh form of GELU"
@@ -122,11 +121,10 @@ class DecoderStep:
         self.state, self.count = state, state.sentences * state.beam
         self.like = like = model.parameters()[0].data
         xp, first = get_xp(like), layers_of(model)[0]
-        self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
+        self.blocks = gpu(like.device.id).multiprocessors
         self.head_dim = first.attention.head_dim
-        sizes = GROUPS[self.head_dim]
-        self.group = next((size for size in sizes if size >= self.count), sizes[-1])
-        self.shift = (-(-self.count // self.group) - 1).bit_length()  # 1 << shift groups
+        assert self.count <= MOST_ROWS, self.count
+        self.rows = next(rows for rows in ROWS if rows >= self.count)
         self._held: list[Any] = []  # arrays whose addresses the program has
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
@@ -141,7 +139,7 @@ class DecoderStep:
         self._counter = xp.zeros(2, np.uint32)
         scalar = ctype(like.dtype)
         self._run = kernel(
-            FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim
+            FILE, "decoder_step", scalar=scalar, ROWS=self.rows, HEAD_DIM=self.head_dim
         )
         self._pack = kernel(PACK, "pack_weights", scalar=scalar)
 
@@ -153,7 +151,7 @@ class DecoderStep:
         state = self.state
         self._run(
             (self.blocks,), (THREADS,), self._program, state.tokens, state.positions,
-            self._counter, len(self.phases), self.count, state.beam, self.shift,
+            self._counter, len(self.phases), self.count, state.beam,
             shared_bytes=SHARED_BYTES,
         )  # fmt: skip
         return self.logits
@@ -254,7 +252,7 @@ class DecoderStep:
             activation=ACTIVATIONS[activation], out=out, **fields,
         )  # fmt: skip
         self._units += units
-        self._rotation = (self._rotation + (units << self.shift)) % self.blocks
+        self._rotation = (self._rotation + units) % self.blocks
 
     def _add(self, kind, **fields):
         own = len(self._phases)

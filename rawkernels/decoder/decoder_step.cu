@@ -12,15 +12,14 @@
 //   every use of its array, so before that it has the mark of the use before, or zeros from the allocation, and no mark
 //   is 0 until 2^32 marks later, when no such zero is left.
 // Why all blocks come to the end: the launch is cooperative, a block waits for earlier phases only, and no array is written
-// again before its words were read. A unit writes when it has taken all that it reads: a product all of the phase before
-// (of its group of rows), attention the query, key and value of a row and head, all heads together all of the phase before.
+// again before its words were read. A unit writes when it has taken all that it reads: a product all of the phase before,
+// attention the query, key and value of a row and head, all heads together all of the phase before.
 // So if a word of phase w is written, all of phase w - 2 is, and of w - 1 too if w is a product, and those who wrote it have
 // read. `_add` in decoder_step.py asserts that no array is written sooner. Were this wrong, a word would have a later mark:
 // its reader waits, and faults after seconds.
 //
-// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64
-// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128
-// Launch:    grid = (multiprocessors, a multiple of 1 << shift,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
+// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64, 128
+// Launch:    grid = (multiprocessors,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
 //            cooperative: decoder_step
 // Arch: sm_90a
 #include "decoder/attention.cuh"
@@ -49,9 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
     const int* positions,  // (rows,): its position
     u32* counter,          // marks used so far, at first 0; a zero, which the launch leaves zero
     int phases,
-    int rows,
-    int beam,              // rows of a sentence
-    int shift) {           // 1 << shift groups of ROWS rows
+    int rows,              // up to ROWS
+    int beam) {            // rows of a sentence
     extern __shared__ __align__(128) unsigned char dynamic[];
     const Shared shared = {dynamic, (u32)__cvta_generic_to_shared(dynamic)};
     if (threadIdx.x == 0) {
@@ -67,10 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         mbar_init_done();
     }
     __syncthreads();
-    const Texts texts = {tokens, positions, rows, beam, shift};
+    const Texts texts = {tokens, positions, rows, beam};
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers<COPY_REGISTERS>();
-        if (threadIdx.x == CONSUMERS) copy_weights(phases, texts.shift, shared);
+        if (threadIdx.x == CONSUMERS) copy_weights(phases, shared);
         if (threadIdx.x == CONSUMERS + 32) copy_phases(program, phases, shared);
         if (threadIdx.x / 32 == WARPS + 2) prefetch_keys(phases, texts, shared);
         if (threadIdx.x == CONSUMERS + 96) number_marks(counter, phases, shared);

@@ -14,19 +14,17 @@ __device__ float activated(float x, int activation) {
 }
 
 // out = activation(W x + bias) + residual for the units of this block: TILE outputs of ROWS rows, two units at a time. Of
-// each stage a warp multiplies every eighth piece; the partial sums of the warps are added in shared memory. The number of
-// blocks is a multiple of the groups of rows, so that all units of a block are of the same rows.
+// each stage a warp multiplies every eighth piece; the partial sums of the warps are added in shared memory.
 __device__ void multiply(const Phase& phase, const Shared& shared, const Texts& texts, u32 mark, PipelineState<SLOTS>& slot,
                          u32& turn) {
     constexpr int PAIRS = ROWS * TILE / 2;                                  // of outputs of a unit, two of a row in each
     constexpr int ITEMS = UNITS * PAIRS <= CONSUMERS ? 1 : UNITS * PAIRS / CONSUMERS;  // pairs of a thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int inputs = phase.inputs, outputs = phase.outputs, steps = ceil_div(inputs, STAGE_DEPTH) * STEPS;
-    const int shift = texts.shift, units = ceil_div(outputs, TILE) << shift, norm = phase.norm;
+    const int units = ceil_div(outputs, TILE), norm = phase.norm, row = threadIdx.x % ROWS;  // row: of this thread's pairs
     int unit = first_unit(phase);
     if (unit >= units) return;
-    const int first_row = (unit & ((1 << shift) - 1)) * ROWS, row = first_row + threadIdx.x % ROWS;  // row: of its pairs
-    const u32* x = words_of(phase.x) + (first_row + g) * inputs + warp * DEPTH + t * 4;
+    const u32* x = words_of(phase.x) + g * inputs + warp * DEPTH + t * 4;
     Eight even[STEP * COLUMNS], odd[STEP * COLUMNS];  // operands b of two steps, a part of a stage each
     const auto source = [&](int i, int step) {
         return x + (step * STEP + i / COLUMNS) * WARPS * DEPTH + i % COLUMNS * 8 * inputs;
@@ -36,7 +34,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Texts& 
         for (int i = 0; i < STEP * COLUMNS; ++i) {
             b[i].clear(mark - 1);
             const bool inside = ((step * STEP + i / COLUMNS) * WARPS + warp) * DEPTH < inputs;
-            if (inside && first_row + i % COLUMNS * 8 + g < texts.rows) b[i].load(source(i, step));
+            if (inside && i % COLUMNS * 8 + g < texts.rows) b[i].load(source(i, step));
         }
     };
     load(even, 0);
@@ -54,7 +52,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Texts& 
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = threadIdx.x + i * CONSUMERS, u = item / PAIRS;
-            columns[i] = ((unit + u * gridDim.x) >> shift) * TILE + item % PAIRS / ROWS * 2;
+            columns[i] = (unit + u * gridDim.x) * TILE + item % PAIRS / ROWS * 2;
             if (u >= here || columns[i] >= outputs || row >= texts.rows) columns[i] = -1;
             before[i] = gain[i] = bias[i] = 0;
             if (columns[i] < 0 || !phase.residual) continue;
@@ -153,7 +151,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Texts& 
             const float each = reciprocal(inputs);
             if (norm == LAYER_NORM) mean = all.x * each;
             rstd = rsqrtf(fmaxf(all.y * each - mean * mean, 0.f) + phase.eps);
-            if (phase.statistics_out && unit >> shift == 0 && threadIdx.x < ROWS && row < texts.rows)
+            if (phase.statistics_out && unit == 0 && threadIdx.x < ROWS && row < texts.rows)
                 store_relaxed(phase.statistics_out + row * 2, marked(__float_as_uint(mean), mark),
                               marked(__float_as_uint(rstd), mark));
         }

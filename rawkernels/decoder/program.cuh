@@ -80,7 +80,7 @@ struct Shared {
 };
 struct Texts {
     const int *tokens, *positions;  // (rows,): the last token of each row, its position
-    int rows, beam, shift;          // beam: rows of a sentence; 1 << shift groups of ROWS rows
+    int rows, beam;                 // beam: rows of a sentence
 };
 
 __device__ uint4 load_states(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
@@ -118,21 +118,21 @@ __device__ void copy_phases(const Phase* program, int phases, const Shared& shar
     }
 }
 
-__device__ void copy_weights(int phases, int shift, const Shared& shared) {
+__device__ void copy_weights(int phases, const Shared& shared) {
     PipelineState<SLOTS> slot;
     PipelineState<PHASES> at;
     for (int i = 0; i < phases; ++i, at.next()) {
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << shift : 0;
+        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) : 0;
         const int bytes = phase.inputs * TILE * 2;
         const char* weights = reinterpret_cast<const char*>(phase.weights);
         const int first = first_unit(phase);
         mbar_arrive(shared.phase_empty(at.stage));
         for (int unit = first; unit < units; unit += UNITS * gridDim.x) {
             const int here = unit + gridDim.x < units ? UNITS : 1;
-            const char* from = weights + (long long)(unit >> shift) * (bytes + TAIL_BYTES);
-            const long long next = (long long)(gridDim.x >> shift) * (bytes + TAIL_BYTES);
+            const char* from = weights + (long long)unit * (bytes + TAIL_BYTES);
+            const long long next = (long long)gridDim.x * (bytes + TAIL_BYTES);
             for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES)
                 for (int u = 0; u < here; ++u, slot.next()) {
                     const u32 size = left <= STAGE_BYTES ? left + TAIL_BYTES : STAGE_BYTES, full = shared.full(slot.stage);
