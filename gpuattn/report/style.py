@@ -7,10 +7,10 @@ from gpuattn.report.markup import Markup, tag
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --dim: #667; --paper: #fff; --line: #d8dbe0;
   --soft: #f4f5f7; --s0: #1f77b4; --s1: #d95f02; --s2: #5b8c3e;
-  --s3: #8e5bb5; }
+  --s3: #8e5bb5; --s4: #a07800; --s5: #17807e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --dim: #99a; --paper: #16181c;
   --line: #353941; --soft: #1f2228; --s0: #6db3ec; --s1: #ff9a52; --s2: #93c572;
-  --s3: #c79ae8; } }
+  --s3: #c79ae8; --s4: #e0b84c; --s5: #5cc8c6; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 1088px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
@@ -28,6 +28,9 @@ svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.dim { 
 .dot.s0, svg text.s0 { fill: var(--s0); } .dot.s1, svg text.s1 { fill: var(--s1); }
 .line.s2 { stroke: var(--s2); stroke-dasharray: 2 3; } .line.s3 { stroke: var(--s3); }
 .dot.s2, svg text.s2 { fill: var(--s2); } .dot.s3, svg text.s3 { fill: var(--s3); }
+.line.s4 { stroke: var(--s4); stroke-dasharray: 8 3 2 3; }
+.line.s5 { stroke: var(--s5); stroke-dasharray: 1 3; }
+.dot.s4, svg text.s4 { fill: var(--s4); } .dot.s5, svg text.s5 { fill: var(--s5); }
 .ref { fill: var(--dim); fill-opacity: .6; }
 .level { stroke: var(--dim); stroke-dasharray: 4 4; } .wide > svg { min-width: 800px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; width: 100%; }

@@ -14,6 +14,7 @@ from gpuattn.units import prefixed, round_step, with_unit
 
 POINTS = 300  # of a curve, at most: more are averaged
 MARKED_POINTS = 40  # a curve with fewer points has a mark at each
+LOOKS = 6  # of curves, .s0 to .s5 of ``style``; more curves repeat them
 TICKS = 6  # of an axis, about
 LETTER = 6.4  # width of a letter, about
 LABEL_MOVES = 36  # of half a line, at most
@@ -73,7 +74,8 @@ def curves(
     drawn = [_level(box, up(y), text) for y, text in levels]
     drawn += [_reference(box, across(x), up(y), text) for x, y, text in points]
     names, x, line_y = [], float(box.left), 8
-    for i, (name, line) in enumerate(series.items()):
+    for number, (name, line) in enumerate(series.items()):
+        i = number % LOOKS
         places = [(across(x), up(y)) for x, y in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         drawn.append(tag("polyline", points=path, class_=f"line s{i}"))

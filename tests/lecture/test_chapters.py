@@ -116,3 +116,8 @@ def test_a_docstring_is_a_title_and_fields():
     doc = "3. A title: short\n\nClaim: one\nof two lines.\nQuestion: why?\n"
     fields = {"Claim": "One of two lines.", "Question": "why?"}
     assert read_doc(doc) == (3, "A title: short", fields)
+
+
+def test_the_code_of_a_file_is_without_comments():
+    text = '# %% [markdown]\n# Text.\n\nx = f"#{1}"  # why\ny = """\n# kept\n"""\n'
+    assert chapters.code_of(text) == 'x = f"#{1}"\ny = """\n# kept\n"""'

@@ -352,3 +352,14 @@ def test_a_label_without_space_is_left_out():
     box = svg._Box(100, 40, 0, 0, 0, 0)
     places = svg.label_places([(50, 20, 3), (50, 20, 3)], [30, 200], box)
     assert places == [(57, 20, 30), None]
+
+
+def test_each_curve_of_a_chart_has_a_look():
+    drawn = str(svg.curves({f"{i}": [(1, i + 1.0), (2, i + 2.0)] for i in range(svg.LOOKS + 1)}))
+    looks = re.findall(r'<polyline[^>]*class="line (s\d)"', drawn)
+    assert looks == [f"s{i % svg.LOOKS}" for i in range(svg.LOOKS + 1)]
+    for look in looks:
+        assert (
+            f".line.{look} {{ stroke: var(--{look})" in style.STYLE
+            and f"--{look}: #" in style.STYLE
+        )

@@ -9,11 +9,13 @@ import contextlib
 import contextvars
 import functools
 import hashlib
+import io
 import os
 import re
 import runpy
 import sys
 import time
+import tokenize
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,13 +61,26 @@ class Chapter:
         """A hash of its code and of what it measures with, without comments."""
         total = hashlib.sha256()
         for path in sources(self.path):
-            total.update(ast.dump(ast.parse(path.read_text("utf-8"))).encode())
+            total.update(code_of(path.read_text("utf-8")).encode())
         return total.hexdigest()[:16]
 
     @property
     def claims(self) -> list[str]:
         """The ids of its claims."""
         return [claim.id for claim in load()[1].values() if claim.chapter == self.number]
+
+
+def code_of(text: str) -> str:
+    """Return Python source without comments, empty lines and spaces at the ends of lines.
+
+    What a parser makes of it would depend on the version of Python.
+    """
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 @functools.cache
