@@ -82,4 +82,4 @@ def test_a_chapter_is_silent_about_the_dtype_that_it_chose(monkeypatch, text, sh
         warnings.simplefilter("always")
         entry = chapters.run(chapters.chapters()[17], Say(smoke=True))
     assert entry["error"] is None
-    assert [w.category for w in seen] == [SlowPathWarning] * shown
+    assert sum(w.category is SlowPathWarning for w in seen) == shown
