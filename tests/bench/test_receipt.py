@@ -111,7 +111,8 @@ def test_a_forced_architecture_is_a_section_of_the_receipt(monkeypatch, places, 
     """Tests of forms that the architecture lacks are skipped; one that fails gives no section."""
     monkeypatch.setenv("GPUATTN_ARCH", "")
     places.mkdir()
-    (places / "receipt.json").write_text('{"digest": "before", "tests": {"t.a::one": "passed"}}')
+    before = {"digest": "before", "by_hand": {"gpus": "2"}, "tests": {"t.a::one": "passed"}}
+    (places / "receipt.json").write_text(json.dumps(before))
     asked = []
 
     def run(shard, marker, parallel):
@@ -129,7 +130,8 @@ def test_a_forced_architecture_is_a_section_of_the_receipt(monkeypatch, places, 
         assert section["tests"] == {"t.a::one": "passed", "t.b::hopper": "skipped"}
         monkeypatch.setattr(receipt, "_run", lambda *_, **__: {"t.c::two": "passed"})
         assert receipt.main([["x"]]) == 0  # a new receipt keeps it
-        assert json.loads((places / "receipt.json").read_text())["forced"]["75"] == section
+        new = json.loads((places / "receipt.json").read_text())
+        assert new["forced"]["75"] == section and new["by_hand"] == before["by_hand"]
     else:
         assert "forced" not in stored
     with pytest.raises(ConfigError, match="GPUATTN_ARCH is '76'; accepted: 75, 80"):
