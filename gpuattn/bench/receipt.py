@@ -7,8 +7,10 @@ a test that was wrong itself.
 
 ``--arch 75`` runs the tests, without those of time, with GPUATTN_ARCH=75: kernels run as on a GPU
 of that compute capability. The outcomes are a section of the receipt, with a digest of their own.
-Tests of forms that such a GPU lacks are skipped there. "by_hand" is what was tried on several GPUs,
-which no test has, with the commit.
+Tests of forms that such a GPU lacks are skipped there.
+
+No test runs on several GPUs. What was tried there by hand, and at which commit, is the section
+"by_hand", written by a person; a new receipt keeps it.
 
 Where no GPU is at hand, tests/gpu_run_awaited.json names the one digest that may wait, since when
 and why. The test then skips and says so; any further change of a covered source fails it. The next
