@@ -53,8 +53,6 @@ TILES = (
     (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
     (MOST_ROWS, Tile(128, 1, 4, 2), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
-FINISH = 2  # how a thread finishes its results at best, see the kernel
-BY_96: Tile | None = None  # for 3 d where it fits; Tile(96, 1, 4) needs FINISH 2: not measured yet
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
 
@@ -65,9 +63,6 @@ def tile_of(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile:
     wave = -(-rows // ROWS) * (outputs // NARROW.outputs) <= multiprocessors
     if tile.outputs > NARROW.outputs and wave:
         return NARROW
-    by_96 = -(-rows // ROWS) * outputs <= 96 * multiprocessors and not outputs % 96
-    if BY_96 and tile.outputs > 96 and by_96:
-        return BY_96
     if outputs % tile.outputs or inputs % (DEPTH * tile.splits):
         return NARROW
     return tile
@@ -278,16 +273,14 @@ def row_linear(
     """
     rows, (outputs, inputs) = len(x), weight.shape
     tile = tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
-    if residual is not None and tile == BY_96:
-        tile = NARROW
     out, found = arrays.empty(x, (rows, outputs)), None
     if residual is not None:
         found = arrays.empty(x, (rows, outputs // tile.outputs, 2), np.float32)
     boxes = (x, ROWS), (weight, tile.outputs // tile.share)
     maps = [tensor_map(a[None, :, None], box) for a, box in boxes]
     constants = {"OUTPUTS": tile.outputs, "SPLITS": tile.splits, "STAGES": tile.stages}
-    whole = residual is None and tile.splits == 1 and tile.outputs > 32  # what 2 needs
-    constants |= {"SHARE": tile.share, "FINISH": FINISH if whole else min(FINISH, 1)}
+    direct = residual is None and tile.splits == 1 and tile.outputs > 32
+    constants |= {"SHARE": tile.share, "DIRECT": direct}
     tiles, down = outputs // tile.outputs, -(-rows // (ROWS * tile.share))
     kernel(FILE, "row_linear", scalar=ctype(x.dtype), **constants)(
         (tile.splits * tile.share * tiles, down), (THREADS,), *maps, bias, folded,

@@ -1,9 +1,9 @@
 // out = residual + activation(norm(x) W^T + bias) for the few rows of a decoding step, on Hopper. What a norm needs of the
 // result is computed with it, so that norms take no launches of their own.
-// Constants: scalar = f16, bf16; OUTPUTS = 64; SPLITS = 1, 4, 8; STAGES = 4; SHARE = 1; FINISH = 0, 1
-// Constants: scalar = bf16; OUTPUTS = 32, 128; SPLITS = 1; STAGES = 4; SHARE = 1; FINISH = 0, 1
-// Constants: scalar = bf16; OUTPUTS = 128; SPLITS = 1; STAGES = 4; SHARE = 2, 4; FINISH = 1, 2
-// Constants: scalar = f16, bf16; OUTPUTS = 64, 96, 128; SPLITS = 1; STAGES = 4; SHARE = 1; FINISH = 2
+// Constants: scalar = f16, bf16; OUTPUTS = 64; SPLITS = 1, 4, 8; STAGES = 4; SHARE = 1; DIRECT = false
+// Constants: scalar = bf16; OUTPUTS = 32, 128; SPLITS = 1; STAGES = 4; SHARE = 1; DIRECT = false
+// Constants: scalar = bf16; OUTPUTS = 128; SPLITS = 1; STAGES = 4; SHARE = 2; DIRECT = false, true
+// Constants: scalar = f16, bf16; OUTPUTS = 64, 128; SPLITS = 1; STAGES = 4; SHARE = 1; DIRECT = true
 // Launch:    grid = (CLUSTER * outputs / OUTPUTS, ceil(rows / (ROWS * SHARE))), block = (320,), shared = SHARED bytes
 //            dependent: row_linear
 // Arch: sm_90a
@@ -16,8 +16,8 @@
 // With SHARE > 1 a cluster has the same outputs for SHARE times 64 rows, of which the last blocks may have none: each block
 // loads its part of a stage's weights into all of them. A stage is loaded again once all blocks have freed it.
 //
-// FINISH: a thread finishes its results one after another (0), or together (1); or those of its own sums, together, where
-// there is no residual (2). With 1 and 2 the map of x is fetched before the wait, too.
+// DIRECT: a thread finishes the results of its own sums; there is no residual. Else sums go through shared memory. The branch
+// of the activation is around all results of a thread, so that they are computed beside each other.
 //
 // A norm is applied behind the product: with W' = gain W, norm(x) W^T = rstd (x W'^T - mean sum(W')) + shift W^T, see
 // fold_norm.cu. The mean of a row and its squared distances from that come in parts, one for each tile of the launch that
@@ -28,10 +28,6 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "linear/gelu.cuh"
-
-#define WGMMA_NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define WGMMA_OUTPUTS_24 WGMMA_16(d, 0), WGMMA_8(d, 16)
-WGMMA_FORMS(48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")
 
 constexpr int ROWS = 64;                                      // of a block
 constexpr int CONSUMERS = 256, THREADS = 320, LOADER = 8;     // a warp that loads, then one for statistics of rows
@@ -52,7 +48,7 @@ constexpr int SHARED = 1024 + END + (SPLITS == 1 ? 0 : SUMS);
 constexpr int RESIDENT = 2 * (SHARED + 1024) <= 233472 ? 2 : 1;  // blocks of a multiprocessor
 constexpr int PASSES = (OWN_ROWS * CHUNKS + CONSUMERS - 1) / CONSUMERS;
 static_assert(SPLITS > 1 || SUMS <= STAGES * STAGE, "row_linear.cu: the sums have the place of the stages");
-static_assert(FINISH == 2 ? SPLITS == 1 && !HALVES : OUTPUTS != 96, "row_linear.cu: the sums of a thread are whole");
+static_assert(!DIRECT || (SPLITS == 1 && !HALVES), "row_linear.cu: the sums of a thread are whole");
 static_assert(SPLITS == 1 || SHARE == 1, "row_linear.cu: a cluster shares weights or the depth");
 static_assert(STAGES <= 16, "row_linear.cu: at most 16 stages");
 enum { FULL = 0, EMPTY = 128, RECEIVED = 256 };  // mbarriers
@@ -146,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
                 }
             bar_arrive(READY, CONSUMERS + 32);
         } else if (lane == 0) {
-            if (FINISH) prefetch(x_map);
+            prefetch(x_map);
             const auto load = [&](int step, bool x, bool weights) {
                 const u32 to = place(step % STAGES), full = shared + FULL + 8 * (step % STAGES);
                 if (weights) {
@@ -180,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     if (threadIdx.x < OUTPUTS) {
         const int n = threadIdx.x, at = column + n;
         const float2 own = folded ? folded[at] : float2{bias ? (float)bias[at] : 0.f, 0.f};
-        if (FINISH == 2) store_shared(shared + VECTORS + n * 8, own);
+        if (DIRECT) store_shared(shared + VECTORS + n * 8, own);
         else
             store_shared(shared + VECTORS + (n % 8 * CHUNKS + n / 8) * 16, own.x, own.y, gain ? (float)gain[at] : 1.f,
                          shift ? (float)shift[at] : 0.f);
@@ -192,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     for (int i = 0; i < PASSES; ++i) {
         const int row = (i * CONSUMERS + threadIdx.x) / CHUNKS, at = first + rank * OWN_ROWS + row;
         of_residual[i] = uint4{0, 0, 0, 0};
-        if (FINISH != 2 && residual && row < OWN_ROWS && at < rows)
+        if (!DIRECT && residual && row < OWN_ROWS && at < rows)
             of_residual[i] = load_16_bytes(residual + (long long)at * outputs + column + threadIdx.x % CHUNKS * 8);
     }
     float c[OWN / 2];
@@ -217,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     keep_live(c);
     if (SHARE > 1) release_all(shared + EMPTY + 8 * before);
 
-    if (FINISH == 2) {  // ---- results of the sums that a thread has, by way of the stages: each warp its rows
+    if (DIRECT) {  // ---- results of the sums that a thread has, by way of the stages: each warp its rows
         bar_sync(READY, CONSUMERS + 32);
         const int own_row = warp % 4 * 16, quad = lane % 4;
         const u32 rounded = shared + 1024 + warp * 16 * PITCH;
@@ -275,131 +271,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     if (SPLITS > 1) mbar_wait(shared + RECEIVED, 0);
 
     // ---- results: a thread has eight columns of a row
-    if (FINISH == 1) {
-        if (threadIdx.x >= OWN_ROWS * CHUNKS) return;  // whole warps
-        const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS, top = first + rank * OWN_ROWS + row;
-        constexpr int DOWN = CONSUMERS / CHUNKS;  // rows from pass to pass
-        const u32 sums = shared + PLACE_OF_SUMS + chunk * UNIT, vectors = shared + VECTORS + chunk * 16;
-        const auto known = [&](int i, bool of_it) {
-            return of_it && statistics ? load_shared_float2(shared + KNOWN + 8 * (row + i * DOWN)) : float2{0.f, 1.f};
-        };
-        float y[PASSES][8] = {};
-        float2 of_x[PASSES];
-#pragma unroll
-        for (int i = 0; i < PASSES; ++i) {
-            const int at = row + i * DOWN;
-#pragma unroll
-            for (int s = 0; s < SLOTS; ++s)
-#pragma unroll
-                for (int n = 0; n < 8; n += 4) {
-                    const uint4 x = load_shared_uint4(sums + s * SLOT + at / 8 * CHUNKS * UNIT + at % 8 * 32 + 4 * n);
-                    y[i][n] += __uint_as_float(x.x), y[i][n + 1] += __uint_as_float(x.y);
-                    y[i][n + 2] += __uint_as_float(x.z), y[i][n + 3] += __uint_as_float(x.w);
-                }
-            of_x[i] = known(i, folded);
-        }
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            const float2 own = load_shared_float2(vectors + n * CHUNKS * 16);  // bias, sum
-#pragma unroll
-            for (int i = 0; i < PASSES; ++i) y[i][n] = fmaf(fmaf(-of_x[i].x, own.y, y[i][n]), of_x[i].y, own.x);
-        }
-        activate((float(&)[PASSES * 8])y, activation);
-        if (residual) {
-            float2 of_other[PASSES];
-#pragma unroll
-            for (int i = 0; i < PASSES; ++i) of_other[i] = known(i, !folded);
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                const float2 own = load_shared_float2(vectors + n * CHUNKS * 16 + 8);  // gain, shift
-#pragma unroll
-                for (int i = 0; i < PASSES; ++i) {
-                    const u32 pairs[4] = {of_residual[i].x, of_residual[i].y, of_residual[i].z, of_residual[i].w};
-                    const float2 both = unpack_pair(scalar(), pairs[n / 2]);
-                    y[i][n] += fmaf(((n % 2 ? both.y : both.x) - of_other[i].x) * of_other[i].y, own.x, own.y);
-                }
-            }
-        }
-        uint4 rounded[PASSES];
-#pragma unroll
-        for (int i = 0; i < PASSES; ++i) {
-            const int at = top + i * DOWN;
-            rounded[i] = {pack_pair(scalar(), y[i][0], y[i][1]), pack_pair(scalar(), y[i][2], y[i][3]),
-                          pack_pair(scalar(), y[i][4], y[i][5]), pack_pair(scalar(), y[i][6], y[i][7])};
-            if (at < rows)
-                store_16_bytes(out + (long long)at * outputs + column + 8 * chunk, rounded[i].x, rounded[i].y, rounded[i].z,
-                               rounded[i].w);
-        }
-        if (!statistics_out) return;
-#pragma unroll
-        for (int i = 0; i < PASSES; ++i) {
-            const int at = top + i * DOWN;
-            const u32 pairs[4] = {rounded[i].x, rounded[i].y, rounded[i].z, rounded[i].w};
-            float sum = 0.f, square = 0.f;
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                const float2 both = unpack_pair(scalar(), pairs[n / 2]);
-                y[i][n] = both.x, y[i][n + 1] = both.y;
-                sum += both.x + both.y;
-            }
-#pragma unroll
-            for (int other = 1; other < CHUNKS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-            const float mean = sum * (1.f / OUTPUTS);
-#pragma unroll
-            for (int n = 0; n < 8; ++n) square = fmaf(y[i][n] - mean, y[i][n] - mean, square);
-#pragma unroll
-            for (int other = 1; other < CHUNKS; other *= 2) square += __shfl_xor_sync(~0u, square, other);
-            if (chunk == 0 && at < rows)
-                statistics_out[(long long)at * (outputs / OUTPUTS) + tile] = float2{mean, square};
-        }
-        return;
-    }
+    if (threadIdx.x >= OWN_ROWS * CHUNKS) return;  // whole warps
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS, top = first + rank * OWN_ROWS + row;
+    constexpr int DOWN = CONSUMERS / CHUNKS;  // rows from pass to pass
+    const u32 sums = shared + PLACE_OF_SUMS + chunk * UNIT, vectors = shared + VECTORS + chunk * 16;
+    const auto known = [&](int i, bool of_it) {
+        return of_it && statistics ? load_shared_float2(shared + KNOWN + 8 * (row + i * DOWN)) : float2{0.f, 1.f};
+    };
+    float y[PASSES][8] = {};
+    float2 of_x[PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
-        const int row = (i * CONSUMERS + threadIdx.x) / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        const int at = first + rank * OWN_ROWS + row;
-        if (row >= OWN_ROWS) break;  // for whole warps
-        const u32 sums = shared + PLACE_OF_SUMS + (row / 8 * CHUNKS + chunk) * UNIT + row % 8 * 32;
-        float y[8] = {};
+        const int at = row + i * DOWN;
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s)
 #pragma unroll
             for (int n = 0; n < 8; n += 4) {
-                const uint4 x = load_shared_uint4(sums + s * SLOT + 4 * n);
-                y[n] += __uint_as_float(x.x), y[n + 1] += __uint_as_float(x.y);
-                y[n + 2] += __uint_as_float(x.z), y[n + 3] += __uint_as_float(x.w);
+                const uint4 x = load_shared_uint4(sums + s * SLOT + at / 8 * CHUNKS * UNIT + at % 8 * 32 + 4 * n);
+                y[i][n] += __uint_as_float(x.x), y[i][n + 1] += __uint_as_float(x.y);
+                y[i][n + 2] += __uint_as_float(x.z), y[i][n + 3] += __uint_as_float(x.w);
             }
-        const float2 plain = {0.f, 1.f}, known = statistics ? load_shared_float2(shared + KNOWN + 8 * row) : plain;
-        const float2 of_x = folded ? known : plain, of_other = folded ? plain : known;
-        const u32 pairs[4] = {of_residual[i].x, of_residual[i].y, of_residual[i].z, of_residual[i].w};
+        of_x[i] = known(i, folded);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const float2 own = load_shared_float2(vectors + n * CHUNKS * 16);  // bias, sum
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) y[i][n] = fmaf(fmaf(-of_x[i].x, own.y, y[i][n]), of_x[i].y, own.x);
+    }
+    activate((float(&)[PASSES * 8])y, activation);
+    if (residual) {
+        float2 of_other[PASSES];
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) of_other[i] = known(i, !folded);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const uint4 own = load_shared_uint4(shared + VECTORS + (n * CHUNKS + chunk) * 16);
-            const float bias_of = __uint_as_float(own.x), sum_of = __uint_as_float(own.y);
-            y[n] = activated(fmaf(fmaf(-of_x.x, sum_of, y[n]), of_x.y, bias_of), activation);
-            const float2 both = unpack_pair(scalar(), pairs[n / 2]);
-            const float other = ((n % 2 ? both.y : both.x) - of_other.x) * of_other.y;
-            if (residual) y[n] += fmaf(other, __uint_as_float(own.z), __uint_as_float(own.w));
+            const float2 own = load_shared_float2(vectors + n * CHUNKS * 16 + 8);  // gain, shift
+#pragma unroll
+            for (int i = 0; i < PASSES; ++i) {
+                const u32 pairs[4] = {of_residual[i].x, of_residual[i].y, of_residual[i].z, of_residual[i].w};
+                const float2 both = unpack_pair(scalar(), pairs[n / 2]);
+                y[i][n] += fmaf(((n % 2 ? both.y : both.x) - of_other[i].x) * of_other[i].y, own.x, own.y);
+            }
         }
-        u32 rounded[4];
+    }
+    uint4 rounded[PASSES];
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+        const int at = top + i * DOWN;
+        rounded[i] = {pack_pair(scalar(), y[i][0], y[i][1]), pack_pair(scalar(), y[i][2], y[i][3]),
+                      pack_pair(scalar(), y[i][4], y[i][5]), pack_pair(scalar(), y[i][6], y[i][7])};
+        if (at < rows)
+            store_16_bytes(out + (long long)at * outputs + column + 8 * chunk, rounded[i].x, rounded[i].y, rounded[i].z,
+                           rounded[i].w);
+    }
+    if (!statistics_out) return;
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+        const int at = top + i * DOWN;
+        const u32 pairs[4] = {rounded[i].x, rounded[i].y, rounded[i].z, rounded[i].w};
         float sum = 0.f, square = 0.f;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            rounded[n] = pack_pair(scalar(), y[2 * n], y[2 * n + 1]);
-            const float2 both = unpack_pair(scalar(), rounded[n]);
-            y[2 * n] = both.x, y[2 * n + 1] = both.y;
+        for (int n = 0; n < 8; n += 2) {
+            const float2 both = unpack_pair(scalar(), pairs[n / 2]);
+            y[i][n] = both.x, y[i][n + 1] = both.y;
             sum += both.x + both.y;
         }
-        if (at < rows)
-            store_16_bytes(out + (long long)at * outputs + column + 8 * chunk, rounded[0], rounded[1], rounded[2], rounded[3]);
-        if (!statistics_out) continue;
 #pragma unroll
         for (int other = 1; other < CHUNKS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
         const float mean = sum * (1.f / OUTPUTS);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) square = fmaf(y[n] - mean, y[n] - mean, square);
+        for (int n = 0; n < 8; ++n) square = fmaf(y[i][n] - mean, y[i][n] - mean, square);
 #pragma unroll
         for (int other = 1; other < CHUNKS; other *= 2) square += __shfl_xor_sync(~0u, square, other);
-        if (chunk == 0 && at < rows) statistics_out[(long long)at * (outputs / OUTPUTS) + tile] = float2{mean, square};
+        if (chunk == 0 && at < rows)
+            statistics_out[(long long)at * (outputs / OUTPUTS) + tile] = float2{mean, square};
     }
 }

@@ -96,13 +96,6 @@ def test_tiles(rows, outputs, inputs, tile):
     assert row_step.shared_bytes(row_step.Tile(*tile)) <= 232448
 
 
-def test_blocks_of_96_outputs(monkeypatch):
-    """Where all of them run at once, if they are asked for."""
-    monkeypatch.setattr(row_step, "BY_96", row_step.Tile(96, 1, 4))
-    chosen = [row_step.tile_of(512, n, 512, 132).outputs for n in (1536, 2048, 1728, 512)]
-    assert chosen == [96, 128, 64, 32]
-
-
 @pytest.mark.parametrize("tile", [tile for _, *tiles in row_step.TILES for tile in tiles])
 def test_a_cluster_shares_weights_or_the_depth(tile):
     assert 1 in (tile.splits, tile.share) and tile.outputs % (8 * tile.share) == 0
