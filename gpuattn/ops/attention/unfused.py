@@ -84,9 +84,8 @@ def _stack(x, groups, scale=None):
     dtype = x.dtype if on_gpu(x) else wide(x.dtype)
     x = x.reshape(B, T, H // groups, groups, D).transpose(0, 2, 3, 1, 4)
     x = get_xp(x).ascontiguousarray(x, dtype)
-    if scale is not None:  # bfloat16 times a Python number would be float32
-        work = wide(dtype)
-        x = (x.astype(work, copy=False) * work.type(scale)).astype(dtype, copy=False)
+    if scale is not None:
+        x = (x * float(scale)).astype(dtype, copy=False)  # of bfloat16 the product is float32
     return x.reshape(B * (H // groups), groups * T, D)
 
 
