@@ -1,6 +1,8 @@
 """What the host sends to a search, and the few sizes that it comes in."""
 
+import contextlib
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,6 +28,12 @@ class Inputs:
         self._sent: Any = None
         if on_gpu(like):
             self.host = empty_pinned(size, np.int32)
+
+    def __del__(self, ending=sys.is_finalizing):
+        # CuPy gives pinned memory to others at once, also while it waits to be copied from
+        if getattr(self, "_sent", None) is not None and not ending():
+            with contextlib.suppress(Exception):
+                self._sent.synchronize()
 
     def begin(self) -> None:
         """Wait until what was sent has arrived, so that ``host`` may be written."""

@@ -4,6 +4,8 @@ On a GPU a batch and the numbers of its update are copied together, from one of 
 on a second stream, while the step before still runs.
 """
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -119,6 +121,12 @@ class _Slot:
     def __init__(self, cupy):
         self.copied, self.read = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.host = self.device = None
+
+    def __del__(self, ending=sys.is_finalizing):
+        # CuPy gives pinned memory to others at once, also while it waits to be copied from
+        if getattr(self, "host", None) is not None and not ending():
+            with contextlib.suppress(Exception):
+                self.copied.synchronize()
 
     def fill(self, stream, copies, size):
         """Return pinned words (size,) to be written, when the last ones have been copied."""
