@@ -10,7 +10,7 @@
 constexpr int TILE = 1024, PART = TILE / PARTS, N = 16 / sizeof(token);
 static_assert(TILE % BLOCK == 0, "token_order.cu: one tile alone holds ids both before and after a block's tokens");
 
-// How many ids of a thread's part of a tile `counts` accepts; it is given an id and its index in the tile.
+// How many ids of a thread's part of a tile `accepts` returns true for; it gets an id and its index in the tile.
 template <typename Accepts>
 __device__ inline int counted(const token* tile, int first, Accepts accepts) {
     int count = 0;
