@@ -49,9 +49,9 @@ def signature(
     """
     if kwargs:
         args = (*args, *kwargs.values())
-        kinds = (check, *kwargs, *[type(x) for x in args])
+        kinds = (check, *kwargs, *map(type, args))
     else:
-        kinds = (check, *[type(x) for x in args])
+        kinds = (check, *map(type, args))
     sign = table.forms.get(kinds)
     if sign is None:
         sign = table.form(kinds, args, tuple(kwargs))

@@ -110,6 +110,10 @@ def _planned_boxes(plan, given, params, out, saved):
         given[i].version[0] += 1
     if plan.box is None:
         return out
+    if plan.program is not None and plan.rule is None and type(out) is not tuple:
+        box = object.__new__(plan.box)  # an array, and no view of an input: nothing to check
+        Box.__init__(box, out)
+        return box
     inputs = tuple([None if i is None else given[i] for i in plan.inputs])
     return _boxed(plan.box, plan.op, plan.rule, inputs, plan.needs, params, out, saved, plan)
 

@@ -1,5 +1,6 @@
 """Sampling from a language model. A step is launches only, so a CUDA graph can hold it."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ def checked(
             got = f"{len(prompt)} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
-    ids = np.concatenate([np.zeros(0, np.int32), *map(np.asarray, prompts)])
+    ids = _joined(prompts)
     for token in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= token < vocab:
             accepted = f"0 <= token < {vocab}"
@@ -54,6 +55,15 @@ def checked(
     ends = itertools.accumulate(map(len, prompts))
     ids = ids.astype(np.int32, copy=False)
     return [ids[end - len(prompt) : end] for prompt, end in zip(prompts, ends, strict=True)]
+
+
+def _joined(prompts):
+    """Return the tokens of all prompts, one behind the other."""
+    if all(type(prompt) is list for prompt in prompts):
+        count = sum(map(len, prompts))
+        with contextlib.suppress(OverflowError):  # no token: ``checked`` says so
+            return np.fromiter(itertools.chain.from_iterable(prompts), np.int64, count)
+    return np.concatenate([np.zeros(0, np.int32), *map(np.asarray, prompts)])
 
 
 class Generation:

@@ -30,11 +30,17 @@ def new_pages(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[i
     found = []
     for prompt, limit in zip(prompts, limits, strict=True):
         tokens, before, count = np.asarray(prompt[:-1], np.int32), 0, len(known)
-        for i in range(0, len(tokens) - PAGE + 1, PAGE):
-            before = known.setdefault((before, tokens[i : i + PAGE].tobytes()), len(known) + 1)
+        for name in _names(tokens):
+            before = known.setdefault((before, name), len(known) + 1)
         own = pages_of(len(tokens) + limit) - len(tokens) // PAGE
         found.append(own + len(known) - count)
     return found
+
+
+def _names(tokens: np.ndarray) -> list[bytes]:
+    """Return the tokens, int32 (n,), of each full page."""
+    every, size = tokens.tobytes(), PAGE * tokens.itemsize
+    return [every[i : i + size] for i in range(0, len(every) - size + 1, size)]
 
 
 def mostly_shared(prompts: Sequence[Sequence[int]]) -> bool:
@@ -74,7 +80,7 @@ class PagePool:
         The full pages of ``tokens``, int32 (n,), are known from now on; ``count``: at least their
         number. Returns None, and changes nothing, where too few pages are available.
         """
-        names = [tokens[i : i + PAGE].tobytes() for i in range(0, len(tokens) - PAGE + 1, PAGE)]
+        names = _names(tokens)
         pages: list[int] = []
         for name in names:
             page = self._known.get((pages[-1] if pages else 0, name))
@@ -97,14 +103,16 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Return ``count`` pages for one text; so many must be available."""
         assert count <= self.available
-        pages = []
-        for _ in range(count):
-            if not self._free:
-                page = next(iter(self._idle))
-                del self._idle[page], self._known[self._names.pop(page)]
-                self._free.append(page)
-            pages.append(self._free.pop())
-            self._users[pages[-1]] = 1
+        while len(self._free) < count:
+            page = next(iter(self._idle))
+            del self._idle[page], self._known[self._names.pop(page)]
+            self._free.append(page)
+        cut = len(self._free) - count
+        pages = self._free[cut:]
+        del self._free[cut:]
+        pages.reverse()
+        for page in pages:
+            self._users[page] = 1
         return pages
 
     def release(self, pages: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
+from gpuattn.nn.module import Tensors
 from gpuattn.runtime.graphs import Replays
 
 MAX_TOKENS = 1 << 19  # cached tokens, beams x their room, of all searches
@@ -24,7 +25,7 @@ class Searches:
     def __init__(
         self, model: Any, notify: Callable[[str], None], *, invariant: bool = False
     ) -> None:
-        self.model, self._invariant = model, invariant
+        self.model, self._invariant, self._tensors = model, invariant, Tensors(model)
         self.kept: dict[tuple, Any] = {}
         self.used: list[tuple[tuple, Any]] = []  # keys and searches
         self.run: Any = lambda name, shape, step: step()
@@ -96,10 +97,10 @@ class Searches:
             batch_invariant.reset(token)
 
     def _weights(self):
-        """Return the addresses of the parameters; none on NumPy, where no graph has them."""
+        """Return the addresses of the Tensors; none on NumPy, where no graph has them."""
         if self._stream is None:
             return ()
-        return tuple(parameter.data.data.ptr for parameter in self.model.parameters())
+        return [tensor.data.data.ptr for tensor in self._tensors()]
 
     def _used_tokens(self):
         return sum(self._tokens(key) for key, _ in self.used)

@@ -133,6 +133,13 @@ def test_settings_out_of_range(model, wrong, said):
         Engine(model).generate(**{"prompts": [[5]], "limits": [BLOCK], "eos": EOS} | wrong)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 70], ids=str)
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_tokens_that_the_model_lacks(model, token, kind):
+    with pytest.raises(IndexError, match=f"a prompt is holding {token}; accepted: 0 <= token"):
+        Engine(model).generate([kind([5, 3]), kind([2, token])], limits=[2, 2])
+
+
 def test_all_tokens_banned_and_no_prompts(model):
     (found,) = Engine(model).generate([[5]], limits=[4], banned=range(VOCAB), seed=1)
     assert found == ([], -np.inf, -np.inf, False)

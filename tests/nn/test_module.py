@@ -8,7 +8,7 @@ import pytest
 
 from gpuattn import Tensor, nn
 from gpuattn.errors import CheckpointError
-from gpuattn.nn.module import truncated_normal
+from gpuattn.nn.module import Tensors, truncated_normal
 from gpuattn.runtime import Workspace
 
 
@@ -41,6 +41,43 @@ def test_tuples_and_dicts_are_searched_too():
     module.pair, module.named = (Inner(), Inner()), {"a": Inner()}
     names = [name for name, _ in module.named_parameters()]
     assert names == ["pair.0.weight", "pair.1.weight", "named.a.weight"]
+
+
+def test_tensors_asked_for_again_are_those_of_now():
+    class Holder(nn.Module):
+        def __init__(self):
+            self.layers = [nn.Linear(2, 3), nn.Linear(3, 2)]
+            self.named = {"own": nn.Linear(2, 2)}
+            self.late = None
+
+    def replace_child(model):
+        model.layers[1] = nn.Linear(3, 2)
+
+    def replace_inside(model):
+        model.layers[0].weight = nn.Linear(2, 3).weight
+
+    def swap_with_a_setting(model):  # as many values as before
+        model.named["own"].bias, model.late = None, nn.Linear(1, 1)
+
+    changes = (
+        replace_child, replace_inside, swap_with_a_setting,
+        lambda model: setattr(model, "late", Tensor(np.ones(2))),
+        lambda model: setattr(model, "more", nn.Linear(1, 2)),
+        lambda model: model.layers.append(nn.Linear(2, 2)),
+        lambda model: model.layers.reverse(),
+        lambda model: model.layers.pop(),
+        lambda model: model.named.clear(),
+        lambda model: delattr(model, "late"),
+    )  # fmt: skip
+    model = Holder()
+    tensors = Tensors(model)
+    for change in changes:
+        before = tensors()
+        assert tensors() is before  # nothing was looked for
+        change(model)
+        wanted = {id(tensor) for _, tensor in model.named_tensors()}
+        assert wanted != {*map(id, before)} or change is changes[6]
+        assert [*map(id, tensors())] == [id(tensor) for _, tensor in model.named_tensors()]
 
 
 def test_modules_have_paths():
