@@ -8,6 +8,7 @@ them. Requests that are submitted run in slots on NumPy too.
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -326,13 +327,16 @@ class Engine:
         searches, most = self._searches, min(len(requests), plan.most)
         slots = plan.slots(len(requests)) if self.on_gpu else most
         with self._search((slots, *plan.key), lambda: plan.new(slots)) as search:
-            scheduler = Scheduler(slots)
-            for request in requests:
-                scheduler.add(request, steps=request.limit)
+            scheduler, left = Scheduler(slots), iter(requests)
             said: list[tuple] = []
             note = (lambda *told: said.append(told)) if tell else None
             lane = Lane(search, scheduler, searches.run, tell=note, behind=int(self.on_gpu))
-            while lane.busy:
+            while True:
+                # the first texts start before the others are queued, of which some always wait
+                for request in itertools.islice(left, max(0, 2 * slots - scheduler.waiting)):
+                    scheduler.add(request, steps=request.limit)
+                if not lane.busy:
+                    return
                 with self._lock, searches.on_stream():
                     found = lane.turn()
                 for told in said:
