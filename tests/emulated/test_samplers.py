@@ -127,6 +127,7 @@ SAMPLES = [  # rows, vocabulary, kind, dtype, bans, settings
     (2, 4099, "usual", BFLOAT16, False, {"top_k": 50}), (1, 9001, "usual", np.float32, True, {}),
     (3, 2500, "ties", np.float16, False, {"top_p": 0.9}),
     (2, 2049, "equal", BFLOAT16, True, {"top_k": 50, "top_p": 0.7}),
+    (3, 40, "usual", np.float32, False, EVERYTHING | {"top_k": 9}),
     (2, 3000, "half -inf", np.float32, False, {"top_p": 0.9}),
     (2, 2500, "NaN", np.float16, False, {"top_k": 5}),
     (1, 4099, "usual", np.float32, True, EVERYTHING),
