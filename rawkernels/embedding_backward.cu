@@ -13,6 +13,7 @@
 
 constexpr int TILE = 32, WINDOW = 128;  // as in gpuattn/ops/embedding.py
 static_assert(TILE == 32, "embedding_backward.cu: a word has one bit for each token of a tile");
+static_assert(TILE % MOST_PACKS == 0, "embedding_backward.cu: a tile has room for the packs of fetch_packs");
 constexpr int BATCH = 4;   // rows that a thread loads before it adds the first
 constexpr int PARTS = 16;  // partial sums that it loads before it adds the first
 
@@ -174,17 +175,29 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
 #pragma unroll 1
         for (int t = threadIdx.x; t < TILE + 2; t += width)
             if (at + t - 1 < tokens) id_of[t] = sorted.id_of_row(row_of[t]);
+#if __CUDA_ARCH__ >= 800
         if (mine)
 #pragma unroll 4
             for (int t = 0; t < count; ++t) fetch_pack<VEC>(gradients + t * width, dy + row_of[t + 1] * stride + col);
+#else
+        if (mine) fetch_packs(gradients, width, count, [&](int t) { return dy + row_of[t + 1] * stride + col; });
+#endif
         __syncthreads();
         const int t = threadIdx.x % 32;
         const u32 ends = __ballot_sync(~0u, t < count && (at + t + 1 == end || id_of[t + 2] != id_of[t + 1]));
+#if __CUDA_ARCH__ >= 800
         if (accumulate && mine)
 #pragma unroll 4
             for (int t = 0; t < count; ++t)
                 if ((ends >> t & 1) && in_table(id_of[t + 1]))
                     fetch_pack<VEC>(old + t * width, dweight + id_of[t + 1] * cols + col);
+#else
+        if (accumulate && mine && rows > 0)  // also rows that no run ends with: mostly those of the next token
+            fetch_packs(old, width, count, [&](int t) {
+                const token id = id_of[t + 1];
+                return dweight + (in_table(id) ? id : 0) * cols + col;
+            });
+#endif
 
         if (at == first) {
             id_at[0] = id_of[1], id_at[1] = end - at <= TILE ? id_of[count] : sorted.id(end - 1);

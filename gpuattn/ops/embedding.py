@@ -24,6 +24,7 @@ from gpuattn.arrays import (
 )
 from gpuattn.autodiff.side_stream import on_side_stream
 from gpuattn.autodiff.tape import op, raw
+from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
@@ -43,6 +44,7 @@ PACKS = {False: 2, True: 1}  # packs of rng.LANES elements per thread, without a
 MAX_THREADS, MAX_CHUNKS = 128, 512  # of the gradient: threads of a block, chunks of sorted tokens
 MAX_COUNT = 2**31 - 2**14  # tokens and columns are counted in 32 bits
 TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
+RESERVED_SHARED = 1 << 10  # bytes of its shared memory that are not for rows
 ORDERED = 16384  # tokens that token_order.cu sorts at most
 ORDER_BLOCK, ORDER_PARTS = 64, 4  # tokens of its block, threads of each
 
@@ -361,17 +363,17 @@ def _add_in_order(dy, index, order, table, scale, numbers, arrived, slot):
     out, accumulate = slot or (arrays.empty(dy, (rows, cols), dtype), False)
     length = dy.shape[-2] if dy.ndim > 1 else 1
     dy, step = strided_rows(dy)
-    tokens, vec, threads, slabs = _geometry(dy, step, out)
+    staged = TILE * (dy.itemsize + accumulate * out.itemsize)
+    tokens, vec, threads, slabs = _geometry(dy, step, out, staged)
     if order is not None:
         order = get_xp(dy).ascontiguousarray(order.astype(np.int32, copy=False))
     size, chunks = _chunks(tokens)
     partial = arrays.empty(dy, (chunks, 2, cols), np.float32)
-    staged = TILE * threads * vec * (dy.itemsize + accumulate * out.itemsize)
     _backward_kernel("embedding_backward", dy, out, index, vec)(
         (chunks + (0 if accumulate else -(-rows // WINDOW)), slabs), (threads,),
         dy, index, order, out, partial, arrived, tokens, rows, cols, step,
         length, size, chunks, scale, accumulate, *numbers,
-        shared_bytes=staged,
+        shared_bytes=staged * threads * vec,
     )  # fmt: skip
     return None if slot else out
 
@@ -398,11 +400,16 @@ def _add_by_atomics(dy, index, table, scale, numbers, slot):
     return None if slot else out
 
 
-def _geometry(dy, step, out):
-    """Return (rows of ``dy``, columns per thread, threads per block, blocks per row)."""
+def _geometry(dy, step, out, staged=0):
+    """Return (rows of ``dy``, columns per thread, threads per block, blocks per row).
+
+    ``staged``: bytes of shared memory for each column of a block.
+    """
     cols = dy.shape[-1]
     vec = 4 if cols % 4 == 0 and aligned_rows(dy, step) and aligned_rows(out, cols) else 1
     threads = min(MAX_THREADS, -(-cols // (32 * vec)) * 32)
+    while threads * vec * staged > gpu(dy.device.id).shared_bytes - RESERVED_SHARED:
+        threads = -(-threads // 64) * 32
     return math.prod(dy.shape[:-1]), vec, threads, -(-cols // (threads * vec)) if cols else 0
 
 

@@ -12,6 +12,8 @@ __device__ __forceinline__ float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// Whether one of two values is NaN: one comparison.
+__device__ __forceinline__ bool is_nan(float a, float b) { return (a != a) | (b != b); }
 // The greater of two values; NaN if one is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
@@ -19,6 +21,6 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
 #else
-    return a != a ? a : a > b ? a : b;
+    return is_nan(a, b) ? a + b : fmaxf(a, b);
 #endif
 }

@@ -77,3 +77,22 @@ __device__ inline void fetch_pack(Pack<T, N>* to, const T* from) {
         *to = load_pack<N>(from);
     }
 }
+
+constexpr int MOST_PACKS = 16;
+#if __CUDA_ARCH__ < 800
+// fetch_pack(to + t * step, from(t)) for t = 0 .. count - 1, and anything up to a multiple of MOST_PACKS. All loads of up to
+// MOST_PACKS come before the first store: the compiler moves none before a store if its address comes from shared memory.
+template <int N, typename T, typename From>
+__device__ inline void fetch_packs(Pack<T, N>* to, int step, int count, const From& from) {
+    constexpr int BYTES = sizeof(Pack<T, N>), PACKS = BYTES > 8 ? MOST_PACKS / 2 : MOST_PACKS;
+    struct alignas(BYTES) Bytes { char x[BYTES]; };  // one register for four, not one for each element
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += PACKS) {
+        Bytes packs[PACKS];
+#pragma unroll
+        for (int u = 0; u < PACKS; ++u) packs[u] = *(const Bytes*)from(min(begin + u, count - 1));
+#pragma unroll
+        for (int u = 0; u < PACKS; ++u) *(Bytes*)(to + (begin + u) * step) = packs[u];
+    }
+}
+#endif

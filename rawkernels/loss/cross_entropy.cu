@@ -52,7 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_long
     prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rows(
+constexpr int TOGETHER = BY_REGISTERS && BLOCK == 512 ? 3 : 0;  // blocks of a multiprocessor, by their registers; 0: any
+
+extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows(
     scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
     const int* targets,     // (rows,)
     float* losses,          // (rows,)

@@ -126,6 +126,21 @@ template <typename T = scalar> __device__ __forceinline__ uint4 pack(const float
 __device__ __forceinline__ uint4 load_vector(const scalar* from) { return __ldcg((const uint4*)from); }
 __device__ __forceinline__ void store_vector(scalar* to, const uint4& bits) { *(uint4*)to = bits; }
 
+// Calls use(v, vector v of `row`) for v = begin, begin + BLOCK ... below end. Several are loaded before the first is used.
+template <int BLOCK, typename Use>
+__device__ __forceinline__ void load_at_once(const scalar* row, int begin, int end, const Use& use) {
+    constexpr int COUNT = 4;
+#pragma unroll 1
+    for (int v = begin; v < end; v += COUNT * BLOCK) {
+        uint4 bits[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) bits[i] = load_vector(row + WIDTH * min(v + i * BLOCK, end - 1));
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (v + i * BLOCK < end) use(v + i * BLOCK, bits[i]);
+    }
+}
+
 // A row in memory: `head` columns up to the first multiple of 16 bytes, vectors, and up to WIDTH - 1 columns after them.
 struct Layout {
     int head, vectors, edges;  // edges: the columns outside vectors
@@ -208,7 +223,7 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
     // A thread reads only what it copied itself. The copies are four groups, so that the first is read while others arrive.
     const u32 copy = shared_tiles();
     const int quarter = (kept + 4 * BLOCK - 1) / (4 * BLOCK) * BLOCK;
-    for (int end = quarter, v = thread, i = 0; i < 4; ++i, end += quarter) {
+    for (int end = quarter, v = thread, i = 0; i < 4 && !BY_REGISTERS; ++i, end += quarter) {
         for (; v < min(end, kept); v += BLOCK) cp_async(copy + 16 * v, row + layout.vector(first + v));
         cp_async_commit();
     }
@@ -233,14 +248,24 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
             accumulate(part, x, layout.vector(first + v));
         }
     };
-    int v = thread;
-    cp_async_wait<3>(), read_until(quarter, v);
-    cp_async_wait<2>(), read_until(2 * quarter, v);
-    cp_async_wait<1>(), read_until(3 * quarter, v);
-    cp_async_wait<0>(), read_until(4 * quarter, v);
-    for (; v < mine; v += BLOCK) {
-        unpack(load_vector(row + layout.vector(first + v)), x);
-        accumulate(part, x, layout.vector(first + v));
+    if constexpr (BY_REGISTERS) {
+        load_at_once<BLOCK>(row + layout.vector(first), thread, mine, [&](int v, const uint4& bits) {
+            if (v < kept)
+                store_shared(copy + 16 * v, __uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                             __uint_as_float(bits.w));
+            unpack(bits, x);
+            accumulate(part, x, layout.vector(first + v));
+        });
+    } else {
+        int v = thread;
+        cp_async_wait<3>(), read_until(quarter, v);
+        cp_async_wait<2>(), read_until(2 * quarter, v);
+        cp_async_wait<1>(), read_until(3 * quarter, v);
+        cp_async_wait<0>(), read_until(4 * quarter, v);
+        for (; v < mine; v += BLOCK) {
+            unpack(load_vector(row + layout.vector(first + v)), x);
+            accumulate(part, x, layout.vector(first + v));
+        }
     }
     const bool has_edge = rank == 0 && thread < layout.edges;
     if (has_edge) {
@@ -262,7 +287,15 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
     if (!with_gradient) return;
     const float weight = scale / divisor.get();
     const Gradient gradient(part.peak, part.sum, weight, terms, target);
-    for (int v = thread; v < mine; v += BLOCK) {
+    const auto write = [&](int v, const uint4& bits) {
+        const int column = layout.vector(first + v);
+        store_vector(row + column, gradient_of(bits, column, gradient));
+    };
+    if constexpr (BY_REGISTERS) {
+        int v = thread;
+        for (; v < kept; v += BLOCK) write(v, load_shared_uint4(copy + 16 * v));
+        load_at_once<BLOCK>(row + layout.vector(first), v, mine, write);
+    } else for (int v = thread; v < mine; v += BLOCK) {
         const int column = layout.vector(first + v);
         const uint4 bits = v < kept ? load_shared_uint4(copy + 16 * v) : load_vector(row + column);
         store_vector(row + column, gradient_of(bits, column, gradient));

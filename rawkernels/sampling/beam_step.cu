@@ -13,7 +13,7 @@
 constexpr int TOKEN_BITS = 26, W = WIDTH<scalar>, WARPS = BLOCK / 32;
 constexpr int ROOM = 4 * BLOCK;                         // candidates of a search
 constexpr int EACH = 8;                                 // keys that a thread loads at a time
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 || __CUDA_ARCH__ < 800
 constexpr int THREADS = HOOKS ? 640 : 1024;             // of a multiprocessor; more of them would spill registers
 #else
 constexpr int THREADS = HOOKS ? 640 : 896;

@@ -26,6 +26,7 @@ struct Slice {
     // Starts this thread's copies of the first or the second half, in pieces of 16 bytes at multiples of 16.
     template <int BLOCK>
     __device__ void fetch_half(int second) const {
+        if (BY_REGISTERS && !second) return;
         const int pieces = vectors + (shift != 0), from = second * half<BLOCK>() + threadIdx.x;
         const int to = second ? pieces : min(half<BLOCK>(), pieces);
         const int first = begin - shift, whole = min(to, (vocab - first) / WIDTH<T>);
@@ -34,9 +35,24 @@ struct Slice {
             fetch_singly(0);
             v = BLOCK;
         }
+#if __CUDA_ARCH__ >= 800
 #pragma unroll 4
         for (; v < whole; v += BLOCK)
             cp_async_16((u32)__cvta_generic_to_shared((uint4*)copy + v), (const uint4*)(x + first) + v);
+#else
+        constexpr int AT_ONCE = 8;  // loads of a thread before it stores the first
+#pragma unroll 1
+        for (; v < whole; v += AT_ONCE * BLOCK) {
+            const uint4* source = (const uint4*)(x + first) + v;
+            uint4 pieces[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) load_16_bytes_if(v + i * BLOCK < whole, pieces[i], source + i * BLOCK);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (v + i * BLOCK < whole) ((uint4*)copy)[v + i * BLOCK] = pieces[i];
+        }
+        v = from + max(whole - from + BLOCK - 1, 0) / BLOCK * BLOCK;
+#endif
 #pragma unroll 1
         for (; v < to; v += BLOCK) fetch_singly(v);
         cp_async_commit();
@@ -48,8 +64,9 @@ struct Slice {
             copy[v * WIDTH<T> + e] = j >= 0 && j < vocab ? x[j] : (T)NEG_INF;
         }
     }
+    // Vectors of the first half. Before sm_80, where a copy waits for its loads, there is none: all are loaded at once.
     template <int BLOCK>
-    __device__ int half() const { return (vectors / 2 + BLOCK - 1) / BLOCK * BLOCK; }
+    __device__ int half() const { return BY_REGISTERS ? 0 : (vectors / 2 + BLOCK - 1) / BLOCK * BLOCK; }
 
     __device__ uint4 operator()(int v) const {
         if (shift == 0) return ((const uint4*)copy)[v];

@@ -5,7 +5,7 @@
 #include "common/pair.cuh"
 #include "common/reduce.cuh"
 
-constexpr float LOWEST = -3.4028235e38f;
+constexpr float LOWEST = -3.4028235e38f, NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fffffff);
 
 __device__ inline float exp_fast(float x) { return exp2_fast(x * LOG2E); }
 
@@ -48,9 +48,19 @@ __device__ inline uint4 nothing(float) { return nothing(0xff800000u); }
 __device__ inline uint4 nothing(bf16) { return nothing(0xff80ff80u); }
 __device__ inline uint4 nothing(f16) { return nothing(0xfc00fc00u); }
 
+// The greatest element of a vector; NaN if there is one.
 template <typename T>
 __device__ float greatest_of(uint4 v) {
-    if constexpr (WIDTH<T> == 8) {
+    if constexpr (__CUDA_ARCH__ < 800) {
+        float greatest = NEG_INF;
+        bool any_nan = false;
+#pragma unroll
+        for (int e = 0; e < WIDTH<T>; e += 2) {
+            const float a = element(v, e, T{}), b = element(v, e + 1, T{});
+            greatest = fmaxf(greatest, fmaxf(a, b)), any_nan |= is_nan(a, b);
+        }
+        return any_nan ? NOT_A_NUMBER : greatest;
+    } else if constexpr (WIDTH<T> == 8) {
         v.x = max_nan_pair(T{}, max_nan_pair(T{}, v.x, v.y), max_nan_pair(T{}, v.z, v.w));
         return max_nan(element(v, 0, T{}), element(v, 1, T{}));
     } else {

@@ -2,7 +2,7 @@
 // Constants: scalar = float, f16, bf16; BLOCK = 128, 1024
 // Launch:    grid = (rows,), block = (BLOCK,), shared memory: 32768 with top-k or top-p. One block per row.
 //            The first pass reads it from memory, the others from caches: two (three for float) for top-k, as many
-//            for top-p, one to sample.
+//            for top-p, one to sample; before sm_80 a single one for top-k up to MOST_CHOSEN, whatever else.
 //            dependent: sample_tokens_forward
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
@@ -10,6 +10,11 @@
 
 static_assert(BLOCK % 32 == 0 && BLOCK <= 1024, "sample_tokens.cu: BLOCK is a number of warps");
 constexpr int WARPS = BLOCK / 32, BINS = 4096, W = WIDTH<scalar>;
+// Whether several vectors are loaded at a time and, up to k = MOST_CHOSEN, the token is drawn from the elements that reach a
+// bound, as in a cluster. Not measured on later GPUs, whose code is as it was.
+constexpr bool BEFORE_AMPERE = __CUDA_ARCH__ < 800;
+constexpr int ROOM = 2048;  // for these elements
+static_assert(ROOM * sizeof(Key) + MOST_CHOSEN * sizeof(Winner) <= 2 * BINS * sizeof(unsigned int));
 
 struct Row {
     LogitRow<scalar> logits;
@@ -84,6 +89,22 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
     return cut_at(key, goal, max(amount(from_ordered(key)), 1u));
 }
 
+// Calls use(v, vector v) for this thread's vectors, of which several are loaded before the first is used.
+template <typename Use> __device__ __forceinline__ void each_vector(const Row& row, const Use& use) {
+    const int loadable = row.banned || row.logits.shift() ? 0 : row.logits.whole();  // by one load instruction
+    int v = threadIdx.x;
+#pragma unroll 1
+    while (v < loadable) {
+        uint4 x[STAGE];
+        load_stage<BLOCK>(x, row.logits, v, loadable);
+#pragma unroll
+        for (int i = 0; i < STAGE; ++i)
+            if (v < loadable) use(v, x[i]), v += BLOCK;
+    }
+#pragma unroll 1
+    for (; v < row.logits.vectors(); v += BLOCK) use(v, row[v]);
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_forward(
     const scalar* logits,          // (rows, >= vocab), rows `stride` apart
     const bool* banned,            // (vocab,) or null
@@ -109,14 +130,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
 
     __shared__ Normaliser of_warp[WARPS];
     Normaliser whole{LOWEST, 0.f};
-#pragma unroll 2
-    for (int v = me; v < vectors; v += BLOCK) {
-        const uint4 x = row[v];
+    const auto take = [&](int, const uint4& x) {
         const float peak = fmaxf(whole.peak, greatest_of<scalar>(x));
         float part = 0.f;
 #pragma unroll
         for (int e = 0; e < W; ++e) part += exp_fast(element(x, e, scalar{}) - peak);
         whole = {peak, whole.sum * exp_fast(whole.peak - peak) + part};
+    };
+    if constexpr (BEFORE_AMPERE) {
+        each_vector(row, take);
+    } else {
+#pragma unroll 2
+        for (int v = me; v < vectors; v += BLOCK) take(v, row[v]);
     }
     const unsigned int greatest = whole.peak > LOWEST ? ordered(whole.peak) : 0;  // of this thread's elements
     whole = warp_join(whole);
@@ -137,6 +162,29 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     Cut cut{0, 0};
     if (top_k) {  // none of the k largest is below the k-th largest of the threads' maxima
         const unsigned int bound = top_k <= BLOCK / 2 ? retrieve<BLOCK>(greatest, top_k) : 0;
+        if (BEFORE_AMPERE && bound && top_k <= MOST_CHOSEN) {
+            extern __shared__ uint4 dynamic[];
+            Key* const list = (Key*)dynamic;
+            __shared__ int count;
+            const Candidates<Key, ROOM> found{list, &count};
+            if (me == 0) count = 0;
+            __syncthreads();
+            each_vector(row, [&](int v, const uint4& x) {
+                if (ordered(greatest_of<scalar>(x)) < bound) return;
+#pragma unroll
+                for (int e = 0; e < W; ++e)
+                    if (const float logit = element(x, e, scalar{}); ordered(logit) >= bound)
+                        found.add(make_key(logit, v * W + e));
+            });
+            __syncthreads();
+            if (found.complete()) {
+                draw_from<BLOCK>(
+                    list, count, (Winner*)(list + ROOM), row.weight, top_k, top_p, min_p,
+                    row_word(blockIdx.x, numbers, keys, seed_low, seed_high, stream, step, device_step),
+                    tokens + blockIdx.x, logprobs + blockIdx.x, whole.peak + logf(whole.sum));
+                return;
+            }
+        }
         cut = cut_off(row, {bound ? bound - 1 : 0, 0}, top_k, 0);
     }
     if (top_p) cut = cut_off(row, cut, 0, top_p);

@@ -11,7 +11,7 @@
 
 constexpr int WARPS = BLOCK / 32, W = WIDTH<scalar>;
 constexpr int BINS = BLOCK;                           // of a level, one for each thread
-constexpr int CHOSEN = 64, MOST_CHOSEN = 200;         // candidates of a block; the largest k for which they are gathered
+constexpr int CHOSEN = 64;                            // candidates of a block
 constexpr float REACH = 29.f;                         // exp(-REACH) * 2^40 is less than half
 template <typename T> constexpr int UNUSED_OF = 0;     // low bits of a key that only its sign decides
 template <> constexpr int UNUSED_OF<f16> = 13;
@@ -21,7 +21,6 @@ constexpr unsigned int UNUSED_BITS = (1u << UNUSED) - 1;
 
 struct Part { float peak, sum; };
 struct alignas(8) Share { Mass mass; int ties, unused; };
-struct alignas(16) Winner { Mass mass; int token; float logit; };
 
 // What the blocks of a cluster read from each other, and send to each other.
 struct Exchange {
@@ -59,35 +58,7 @@ __device__ void choose_of(
         n += count;
     }
     __syncthreads();
-    Winner* const winners = (Winner*)exchange.chosen;
-#pragma unroll 1
-    for (int c = me; c < n; c += BLOCK) {
-        const Key mine = packed[c];
-        int place = 0;
-#pragma unroll 8
-        for (int other = 0; other < n; ++other) place += packed[other] > mine;
-        if (place < k) winners[place] = {weight(key_value(mine)), (int)key_index(mine), key_value(mine)};
-    }
-    __syncthreads();
-    const bool there = me < k;
-    Winner mine = there ? winners[me] : Winner{};
-    Mass all;
-    if (top_p) {
-        const Mass before = sum_before<WARPS>(mine.mass >> COARSE, &all);
-        if (before >= max(__umul64hi(all, (Mass)top_p << 32), 1ull)) mine.mass = 0;
-    }
-    if (mine.mass < min_p) mine.mass = 0;
-    if (there) winners[me].mass = mine.mass;
-    sum_before<WARPS>(mine.mass, &all);  // passes barriers
-    const Mass target = __umul64hi(all, (Mass)word << 32);
-    Mass before = 0;
-#pragma unroll 4
-    for (int other = 0; other < k; ++other)
-        if (winners[other].token < mine.token) before += winners[other].mass;
-    if (there && before <= target && target < before + mine.mass) {
-        *token = mine.token;
-        *logprob = mine.logit - log_total;
-    }
+    draw_from<BLOCK>(packed, n, (Winner*)exchange.chosen, weight, k, top_p, min_p, word, token, logprob, log_total);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4) __cluster_dims__(CLUSTER, 1, 1) sample_tokens_cluster(

@@ -104,3 +104,43 @@ __device__ inline unsigned int row_word(
     if (keys) key = {keys[row].x, keys[row].y, keys[row].z, keys[row].w};
     return philox(key, numbers ? numbers[row] : row, 0).x;
 }
+
+constexpr int MOST_CHOSEN = 200;  // the largest k for which the candidates for the k largest are gathered
+struct alignas(16) Winner { Mass mass; int token; float logit; };
+
+// Samples a token from the n keys of `packed`, among which are the k largest of the row; k is at most BLOCK and MOST_CHOSEN.
+// `winners`: shared memory for k.
+template <int BLOCK>
+__device__ void draw_from(
+    const Key* packed, int n, Winner* winners, const Weights& weight, int k, unsigned int top_p, Mass min_p,
+    unsigned int word, int* token, float* logprob, float log_total) {
+    const int me = threadIdx.x;
+#pragma unroll 1
+    for (int c = me; c < n; c += BLOCK) {
+        const Key mine = packed[c];
+        int place = 0;
+#pragma unroll 8
+        for (int other = 0; other < n; ++other) place += packed[other] > mine;
+        if (place < k) winners[place] = {weight(key_value(mine)), (int)key_index(mine), key_value(mine)};
+    }
+    __syncthreads();
+    const bool there = me < k;
+    Winner mine = there ? winners[me] : Winner{};
+    Mass all;
+    if (top_p) {
+        const Mass before = sum_before<BLOCK / 32>(mine.mass >> COARSE, &all);
+        if (before >= max(__umul64hi(all, (Mass)top_p << 32), 1ull)) mine.mass = 0;
+    }
+    if (mine.mass < min_p) mine.mass = 0;
+    if (there) winners[me].mass = mine.mass;
+    sum_before<BLOCK / 32>(mine.mass, &all);  // passes barriers
+    const Mass target = __umul64hi(all, (Mass)word << 32);
+    Mass before = 0;
+#pragma unroll 4
+    for (int other = 0; other < k; ++other)
+        if (winners[other].token < mine.token) before += winners[other].mass;
+    if (there && before <= target && target < before + mine.mass) {
+        *token = mine.token;
+        *logprob = mine.logit - log_total;
+    }
+}

@@ -10,6 +10,7 @@ from gpuattn.ops.sampling import beam_step as beams
 from gpuattn.ops.sampling import sample_tokens as samples
 from gpuattn.rng import Key
 
+CARDS = ["9.0", "7.5"]
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
@@ -68,9 +69,12 @@ BEAMS = [  # sentences, beam, vocabulary, kind, dtype, bans, penalties of a row
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("blocks, groups", [(1056, 1024), (2, 32)], ids=["usual", "long slices"])
 @pytest.mark.parametrize("sentences, beam, vocab, kind, dtype, bans, count", sampled(BEAMS, 4))
-def test_beam_step(monkeypatch, sentences, beam, vocab, kind, dtype, bans, count, blocks, groups):
+def test_beam_step(
+    monkeypatch, sentences, beam, vocab, kind, dtype, bans, count, blocks, groups, card
+):
     monkeypatch.setattr(beams, "BLOCKS", blocks)
     monkeypatch.setattr(beams, "GROUPS", groups)
     random, rows = np.random.default_rng(vocab), sentences * beam
@@ -89,7 +93,7 @@ def test_beam_step(monkeypatch, sentences, beam, vocab, kind, dtype, bans, count
         amounts[:, ::3] = np.inf
     inputs = logits, scores, banned, listed, amounts
     given = {"vocab_size": vocab, "count": [2, 3][vocab % 2] * beam}
-    found = run(beams, emulator.Machine(seed=beam, multiprocessors=3), inputs, **given)
+    found = run(beams, emulator.Machine(beam, 3, card=card), inputs, **given)
     with np.errstate(invalid="ignore"):
         want, _ = beams._forward_reference(*inputs, needs=(False,) * 5, **given)
     np.testing.assert_allclose(found[0], want[0], rtol=4e-6, atol=4e-6)
@@ -123,6 +127,7 @@ SAMPLES = [  # rows, vocabulary, kind, dtype, bans, settings
     (2, 4099, "usual", BFLOAT16, False, {"top_k": 50}), (1, 9001, "usual", np.float32, True, {}),
     (3, 2500, "ties", np.float16, False, {"top_p": 0.9}),
     (2, 2049, "equal", BFLOAT16, True, {"top_k": 50, "top_p": 0.7}),
+    (3, 40, "usual", np.float32, False, EVERYTHING | {"top_k": 9}),
     (2, 3000, "half -inf", np.float32, False, {"top_p": 0.9}),
     (2, 2500, "NaN", np.float16, False, {"top_k": 5}),
     (1, 4099, "usual", np.float32, True, EVERYTHING),
@@ -136,15 +141,16 @@ SAMPLES = [  # rows, vocabulary, kind, dtype, bans, settings
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("rows, vocab, kind, dtype, bans, settings", sampled(SAMPLES, 5))
-def test_sample_tokens(rows, vocab, kind, dtype, bans, settings):
+def test_sample_tokens(rows, vocab, kind, dtype, bans, settings, card):
     random = np.random.default_rng(vocab + rows)
     logits = logits_of(random, rows, vocab, kind, dtype)
     banned = random.random(vocab) < 0.1 if bans else None
     call = samples.sample_tokens.prepare(
         logits, seed=Key(7, 1, 4), banned=banned, vocab_size=vocab, **settings
     )
-    found = run(samples, emulator.Machine(vocab, 9), call.inputs, **call.params)
+    found = run(samples, emulator.Machine(vocab, 9, card=card), call.inputs, **call.params)
     with np.errstate(invalid="ignore"):
         want, _ = samples._forward_reference(*call.inputs, needs=(False,) * 4, **call.params)
     np.testing.assert_array_equal(found[0], want[0])

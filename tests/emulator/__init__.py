@@ -39,6 +39,7 @@ from gpuattn import arrays
 from gpuattn.cuda import disk_cache, kernels, tensor_maps
 from gpuattn.errors import SlowerRefusal
 from gpuattn.impls import OPS, Impl, Impls, choose, choose_backward
+from gpuattn.ops import embedding
 from gpuattn.ops.attention import (
     ampere,
     decode_attention,
@@ -63,9 +64,10 @@ from gpuattn.ops.linear import (
 from gpuattn.ops.linear import (
     hopper as linear_hopper,
 )
+from gpuattn.ops.loss import launch as loss_launch
 from gpuattn.ops.norm import dropout_add_norm
 from gpuattn.ops.norm import launch as norm_launch
-from gpuattn.ops.sampling import beam_step, sample_tokens
+from gpuattn.ops.sampling import beam_step, sample_tokens, topk_logprobs
 
 with mock.patch.dict(OPS):  # Impls registers itself there
     HOPPER = Impls("flash_attention", *[impl for impl in IMPLS if "hopper" in impl.name])
@@ -91,6 +93,9 @@ MODULES = (
     norm_launch,
     beam_step,
     sample_tokens,
+    topk_logprobs,
+    embedding,
+    loss_launch,
     step_attention,
     weight_gradients,
 )

@@ -33,7 +33,7 @@ inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-extern uint3 threadIdx, blockIdx, gridDim;
+extern uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 template <typename A, typename B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <typename A, typename B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
@@ -63,6 +63,7 @@ inline void griddepcontrol_wait() {}  // kernels run one after another
 inline void griddepcontrol_launch_dependents() {}
 inline long long clock64() { return 0; }
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
+inline u32 atomicInc(u32* to, u32 last) { const u32 old = *to; *to = old < last ? old + 1 : 0; return old; }
 inline u32 atomicOr(u32* to, u32 x) { const u32 old = *to; *to |= x; return old; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
@@ -73,6 +74,7 @@ inline u32 __funnelshift_r(u32 low, u32 high, u32 n) { return (low | (u64)high <
 
 // ---- thread blocks and warps
 void __syncthreads();
+int __syncthreads_count(int x);
 void __syncwarp();
 u32 shuffle(u32 x, int lane);  // the x of that lane
 template <typename T> T __shfl_sync(u32, T x, int lane) {

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <random>
 
-uint3 threadIdx, blockIdx, gridDim;
+uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace machine {
 constexpr u32 FIRST = 1024;     // first address of a block's shared memory
@@ -206,7 +206,7 @@ static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_
 const char* launch(uint3 grid, unsigned threads, unsigned size_of_cluster, unsigned resident, size_t shared_bytes,
                    unsigned seed, std::function<void()> kernel) {
     cluster_size = size_of_cluster, clusters.clear();
-    body = kernel, gridDim = grid, steps = 0, me = nullptr;
+    body = kernel, gridDim = grid, blockDim = {threads, 1, 1}, steps = 0, me = nullptr;
     numbers.seed(seed);
     tasks.clear(), blocks.clear();
     if (_setjmp(failure)) return message.c_str();

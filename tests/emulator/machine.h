@@ -77,7 +77,7 @@ struct NamedBarrier {
     int expected = 0;
     std::set<unsigned> arrived;
     long meetings = 0;
-    bool any[3] = {};  // results of bar.red.or at the last meeting, this one and the next
+    int found[3] = {};  // counts of barriers that count at the last meeting, this one and the next
 };
 struct Cluster { unsigned arrived = 0; long meetings = 0; };
 struct Word { unsigned writer = 0, state = 0; };  // 1 + the thread of an unfenced store, or 0; changes so far

@@ -190,14 +190,16 @@ void bar_sync(int id, int threads) {
     arrive_at_named(id, threads);
     wait_until([&b, now] { return b.meetings != now; }, "named barrier and threads", id, threads);
 }
-void bar_red_or_pred(u32 x, int id, int threads, u32& any) {
+static int count_at_barrier(bool x, int id, int threads) {
     NamedBarrier& b = me->block->named[id];
     const long now = b.meetings;
-    b.any[now % 3] |= x != 0;
+    b.found[now % 3] += x;
     bar_sync(id, threads);
-    b.any[(now + 2) % 3] = false;  // all have read it, and none has arrived for its next use
-    any = b.any[now % 3];
+    b.found[(now + 2) % 3] = 0;  // all have read it, and none has arrived for its next use
+    return b.found[now % 3];
 }
+void bar_red_or_pred(u32 x, int id, int threads, u32& any) { any = count_at_barrier(x, id, threads) > 0; }
+int __syncthreads_count(int x) { return count_at_barrier(x, 0, me->block->threads.size()); }
 void __syncthreads() { bar_sync(0, me->block->threads.size()); }
 
 // ---- TMA

@@ -32,7 +32,7 @@ TENSOR_CORES = {
 }  # fmt: skip
 STATIC_TOO = (  # files with kernels that also declare static shared memory
     "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
-    "norm/layer_norm_backward.cu",
+    "norm/layer_norm_backward.cu", "embedding_backward.cu",
 )  # fmt: skip
 CLUSTERS = {
     "loss/cross_entropy_cluster.cu", "sampling/sample_tokens_cluster.cu", "softmax_hopper.cu",
@@ -80,7 +80,11 @@ def table(dtype, cols):
     for deterministic in (True, False):
         weight, places = wanting(floats(dtype, 9, cols), floats(dtype, 9, cols))
         more = {"p": 0.1, "seed": 1, "deterministic": deterministic}
-        back(gpuattn.embedding(tokens, weight, position_weight=places, **more))
+        y = gpuattn.embedding(tokens, weight, position_weight=places, **more)
+        for tensor in (weight, places):
+            tensor.grad_slot = floats(dtype, *tensor.data.shape)
+        back(y)
+        back(y)  # adds to what the slots hold
 
 
 def logits(dtype, size):
@@ -175,7 +179,7 @@ def updates(dtype, size):
 
 
 CASES = [
-    *[(rows, cols) for cols in COLUMNS], *[(table, cols) for cols in (64, 1000, 4096)],
+    *[(rows, cols) for cols in COLUMNS], *[(table, cols) for cols in (64, 384, 1000, 4096)],
     *[(logits, size) for size in VOCABULARIES], *[(attention, size) for size in HEAD_SIZES],
     *[(decoding, size) for size in HEAD_SIZES], (layers, 64), (layers, 384), (updates, 1024),
     (pictures, 14), (pictures, 224),
