@@ -6,8 +6,8 @@
 #include "decoder/program.cuh"
 
 // The attention of a row and head by phase.warps warps, each with a range of the keys; or by all warps of several blocks,
-// and a block then has one row and head alone. Logits are products of 16 keys
-// (operand a) and the query (operand b, the same in all 8 columns); a lane has those of the keys g, g + 8, ...
+// of which each then has one row and head alone. Logits are products of 16 keys (operand a) and the query (operand b, the
+// same in all 8 columns); a lane has those of the keys g, g + 8, ...
 __device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts) {
     constexpr int WIDTH = 8, LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES;       // of a value; values of a warp at a time
     constexpr int KEYS = HEAD_DIM == 128 ? 16 : 32, TILES = KEYS / 16, PARTS = HEAD_DIM / DEPTH, VALUES = KEYS / GROUPS;

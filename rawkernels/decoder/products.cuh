@@ -42,7 +42,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     int shares = 1;  // of the row of which column g is a share
     if (split && g >> split < texts.rows)
         shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
-    // Lane t of a row computes the weight of its share in the head of piece t: four shuffles a stage instead of six a piece.
+    // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
     const auto load_shares = [&](float2 (&known)[ROWS], int stage) {
         const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
 #pragma unroll

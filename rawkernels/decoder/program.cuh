@@ -116,7 +116,6 @@ __device__ int keys_of(const Phase& phase, int row, int sentence) {
 __device__ Shares shares_of(const Phase& phase, int keys) {
     constexpr int MULTIPLE = 256 / HEAD_DIM;  // values that a warp loads at a time
     const int split = split_of(phase);
-    if (ROWS > 8) return {1, ((keys + phase.warps - 1) / phase.warps + MULTIPLE - 1) & -MULTIPLE};
     int count = 1;
     if (split) count = min((keys + (1 << phase.split_keys) - 1) >> phase.split_keys, 1 << split);
     const int warps = count * phase.warps;
