@@ -25,6 +25,8 @@ SHARED_BYTES = 232448  # of a block: all that Hopper has
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
+SHARE_KEYS = {32: 256, 64: 256, 128: 128}  # head size -> keys that a block loads at a time
+MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # of keys; limits of the kernel
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 EMBED, LINEAR, ATTEND = range(3)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
@@ -35,9 +37,10 @@ PHASE = np.dtype([
     *((name, np.float32) for name in ("eps", "scale")),
     *((name, np.uint64) for name in (
         "x", "weights", "residual", "statistics", "gain", "shift",
-        "statistics_out", "out", "keys", "values", "counts", "slots",
+        "statistics_out", "out", "keys", "values", "counts", "slots", "shares",
     )),
     *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
+    *((name, np.int32) for name in ("split", "split_keys")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
 ])  # fmt: skip
 LAYER = np.dtype([
@@ -98,10 +101,14 @@ def layers_of(model: Any) -> Sequence[Any]:
 
 
 class Stream(NamedTuple):
-    """States (rows, width), or what ``norm`` makes of them."""
+    """States (rows, width), or what ``norm`` makes of them.
+
+    ``shares``: fields of a PHASE that say which rows are shares of the attention of a row, if any.
+    """
 
     states: Any
     norm: Any = None
+    shares: Any = None
 
 
 class DecoderStep:
@@ -164,6 +171,8 @@ class DecoderStep:
         self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
         self._projected = self._new(first.attention.qkv.weight.shape[0])
         self._attended = self._new(first.attention.out.weight.shape[1])
+        sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
+        self._sums = arrays.zeros(self.like, sums, np.float32)
         self._inner = self._new(first.feed_forward.out.weight.shape[1])
         places = table._positions()
         self._add(
@@ -188,25 +197,25 @@ class DecoderStep:
             norm = next(norms)
             into, out = inside(Stream(x.states, norm) if layer.pre_norm else x)
             states = self._states[x.states is self._states[0]]
-            self._linear(Stream(into), out.weight, out.bias, states, residual=x)
+            self._linear(into, out.weight, out.bias, states, residual=x)
             x = Stream(states, None if layer.pre_norm else norm)
 
         def attend(x):
             self._linear(x, own.qkv.weight, own.qkv.bias, self._projected)
             counts, slots = self.state.key_counts, self.state.slots
-            self._attend(own, own.qkv, keys=cache.k, values=cache.v, counts=counts, slots=slots)
-            return self._attended, own.out
+            fields = {"keys": cache.k, "values": cache.v, "counts": counts, "slots": slots}
+            return self._attend(own, own.qkv, **fields), own.out
 
         def attend_memory(x):
             cross, (keys, values) = layer.cross_attention, memory
             self._linear(x, cross.q.weight, cross.q.bias, self._projected)
-            self._attend(cross, cross.q, keys=keys, values=values, counts=lengths)
-            return self._attended, cross.out
+            fields = {"keys": keys, "values": values, "counts": lengths}
+            return self._attend(cross, cross.q, **fields), cross.out
 
         def feed(x):
             inner = forward.inner
             self._linear(x, inner.weight, inner.bias, self._inner, inner.activation)
-            return self._inner, forward.out
+            return Stream(self._inner), forward.out
 
         branch(attend)
         if memory is not None:
@@ -215,16 +224,36 @@ class DecoderStep:
         return x
 
     def _attend(self, attention, projection, **fields):
-        """Append the attention of what ``projection`` made."""
+        """Append the attention of what ``projection`` made; return its Stream."""
         heads, kv_heads, warps = attention.heads, attention.kv_heads, WARPS
         while warps > 1 and self.count * heads * warps > WARPS * self.blocks:
             warps //= 2
+        room, per_beam = fields["keys"].shape[1], 1 / self.state.beam
+        split, split_keys = self._split(heads, room)
+        shared = {
+            "heads": heads, "room": room, "warps": warps, "per_beam": per_beam,
+            "counts": fields["counts"], "slots": fields.get("slots"), "split": split,
+            "split_keys": split_keys, "shares": self._sums if split else None,
+        }  # fmt: skip
         self._add(
-            ATTEND, x=self._projected, out=self._attended, heads=heads, kv_heads=kv_heads,
-            room=fields["keys"].shape[1], stride=projection.weight.shape[0], warps=warps,
-            scale=self.head_dim**-0.5, per_beam=1 / self.state.beam, per_head=1 / heads,
-            per_kv_head=kv_heads / heads, **fields,
+            ATTEND, x=self._projected, out=self._attended, kv_heads=kv_heads,
+            stride=projection.weight.shape[0], scale=self.head_dim**-0.5, per_head=1 / heads,
+            per_kv_head=kv_heads / heads, **fields | shared,
         )  # fmt: skip
+        return Stream(self._attended, shares=shared if split else None)
+
+    def _split(self, heads, room):
+        """Return logarithms of the most blocks of a row and head, and of the least keys of one.
+
+        A block has one row and head at most, and their parts are the rows of a group of 8.
+        """
+        keys, split = SHARE_KEYS[self.head_dim], 0
+        most = min(MOST_SHARES, SHARED_ROWS // self.count)
+        if heads * self.head_dim <= SHARED_WIDTH:
+            most = min(most, self.blocks // (self.count * heads))
+            while 2 << split <= most and keys << split < room:
+                split += 1
+        return split, keys.bit_length() - 1
 
     def _linear(self, x, weight, bias, out, activation=None, residual=None):
         """Append ``out = activation(x weight^T + bias) + residual``; the two are Streams."""
@@ -236,7 +265,8 @@ class DecoderStep:
             LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
             outputs=outputs, inputs=inputs, first=self._units,
         ))  # fmt: skip
-        fields = {}
+        fields = x.shares or {}
+        assert not (x.shares and norm), "rows that are shares have no norm"
         if norm is not None:
             kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
             fields = {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}

@@ -5,17 +5,16 @@
 #include "common/pack.cuh"
 #include "decoder/program.cuh"
 
-// x / y for 0 <= x < 2^20.
-__device__ int quotient(int x, float reciprocal_y) { return (x + 0.5f) * reciprocal_y; }
-
-// The attention of a row and head by phase.warps warps, each with a range of the keys. Logits are products of 16 keys
-// (operand a) and the query (operand b, the same in all 8 columns); a lane has those of the keys g, g + 8, ...
+// The attention of a row and head by phase.warps warps, each with a range of the keys; or by all warps of several blocks,
+// of which each then has one row and head alone. Logits are products of 16 keys (operand a) and the query (operand b, the
+// same in all 8 columns); a lane has those of the keys g, g + 8, ...
 __device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts) {
     constexpr int WIDTH = 8, LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES;       // of a value; values of a warp at a time
     constexpr int KEYS = HEAD_DIM == 128 ? 16 : 32, TILES = KEYS / 16, PARTS = HEAD_DIM / DEPTH, VALUES = KEYS / GROUPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = lane / LANES, column = lane % LANES * WIDTH;
     const int team = WARPS / phase.warps, part = warp & (phase.warps - 1), heads = phase.heads, units = texts.rows * heads;
+    const int split = split_of(phase);
     const int key_stride = phase.kv_heads * HEAD_DIM;
     const long long row_stride = (long long)phase.room * key_stride;
     const bool own = phase.slots != nullptr, shares = own && texts.beam > 1;
@@ -23,10 +22,11 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
     float* partial = shared.partial();
     int base = first_unit(phase);
     bool waited = false;
-    if (base >= units) return grid.wait();
+    if (base >= units << split) return grid.wait();
 #pragma unroll 1
-    for (; base < units; base += gridDim.x * team) {
-        const int unit = base + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
+    for (; base < units << split; base += gridDim.x * team) {
+        const int share = base & ((1 << split) - 1);
+        const int unit = (base >> split) + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
         const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
         const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
         const int kv_head = quotient(head, phase.per_kv_head);
@@ -34,9 +34,10 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         int start = 0, end = 0, last = -1;  // keys of this warp; the new key
         const short* slots = phase.slots + (long long)row * phase.room;
         if (unit < units) {
-            const int count = min(max(phase.counts[own ? row : sentence], 1), phase.room);
-            const int each = ((count + phase.warps - 1) / phase.warps + GROUPS - 1) & -GROUPS;
-            start = part * each, end = min(count, start + each);
+            const int count = keys_of(phase, row, sentence);
+            const int each = shares_of(phase, count).each;
+            start = (share * phase.warps + part) * each, end = min(count, start + each);
+            if (split && start - part * each >= count) return grid.wait();  // the whole block: fewer share the keys
             if (own) last = count - 1;
         }
         const long long offset = (own ? sentence * texts.beam : sentence) * row_stride + kv_head * HEAD_DIM;
@@ -81,7 +82,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) new_k[p] = load_states(key + p * DEPTH + t * 8);
                 new_v = load_states(value + column);
-                if (part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
+                if (share == 0 && part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
                     const long long at = offset + beam_row * row_stride + (long long)last * key_stride + column;
                     *reinterpret_cast<uint4*>(phase.keys + at) = load_states(key + column);
                     *reinterpret_cast<uint4*>(phase.values + at) = new_v;
@@ -157,7 +158,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
                     weights[w] = known.x, sums[w] = known.y;
                     level = fmaxf(level, known.x);
                 }
-                sum = 0;
+                peak = level, sum = 0;
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) acc[i] = 0;
 #pragma unroll
@@ -177,7 +178,9 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             const float whole = reciprocal(sum);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) acc[i] *= whole;
-            store_pack(phase.out + ((long long)row * heads + head) * HEAD_DIM + column, acc);
+            const int to = (row << split) + share;
+            store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, acc);
+            if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(peak, sum);
         }
     }
 }

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         const Grid grid = {barrier, i * (int)gridDim.x};
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (phase.kind == LINEAR) multiply(phase, shared, grid, slot, shift);
+        if (phase.kind == LINEAR) multiply(phase, shared, grid, slot, texts);
         else if (phase.kind == ATTEND) attend(phase, shared, grid, texts);
         else embed(phase, texts);
         if (i + 1 < phases) grid.arrive();

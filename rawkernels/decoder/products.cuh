@@ -15,10 +15,12 @@ __device__ float activated(float x, int activation) {
 // out = activation(W x + bias) + residual for the units of this block: TILE outputs of ROWS rows, two units at a time. Of
 // each stage a warp multiplies every eighth piece; the partial sums of the warps are added in shared memory. The number of
 // blocks is a multiple of the groups of rows, so that all units of a block are of the same rows.
-__device__ void multiply(const Phase& phase, const Shared& shared, const Grid& grid, PipelineState<SLOTS>& slot, int shift) {
+__device__ void multiply(const Phase& phase, const Shared& shared, const Grid& grid, PipelineState<SLOTS>& slot,
+                         const Texts& texts) {
     constexpr int PAIRS = ROWS * TILE / 2;                                  // of outputs of a unit, two of a row in each
     constexpr int ITEMS = UNITS * PAIRS <= CONSUMERS ? 1 : UNITS * PAIRS / CONSUMERS;  // pairs of a thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int shift = texts.shift, split = split_of(phase), share = g & ((1 << split) - 1);
     const int inputs = phase.inputs, outputs = phase.outputs, stages = ceil_div(inputs, DEPTH * WARPS * PIECES);
     const int units = ceil_div(outputs, TILE) << shift, norm = phase.norm;
     int unit = first_unit(phase);
@@ -35,6 +37,42 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                 b[p][c] = make_uint4(0, 0, 0, 0);
                 if (k + warp * DEPTH < inputs) b[p][c] = load_states(x + k + c * 8 * inputs);
             }
+        }
+    };
+    int shares = 1;  // of the row of which column g is a share
+    if (split && g >> split < texts.rows)
+        shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
+    // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
+    const auto load_shares = [&](float2 (&known)[ROWS], int stage) {
+        const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
+#pragma unroll
+        for (int s = 0; s < ROWS; ++s) {
+            known[s] = make_float2(NEG_INF, 0);
+            if (shares > 1 && s < shares && k < inputs) known[s] = phase.shares[k / HEAD_DIM * ROWS + g - share + s];
+        }
+    };
+    const auto scale_shares = [&](uint4 (&b)[PIECES][COLUMNS], const float2 (&known)[ROWS]) {
+        float level = known[0].x, all = 0, own = 0;
+#pragma unroll
+        for (int s = 1; s < ROWS; ++s) level = fmaxf(level, known[s].x);
+#pragma unroll
+        for (int s = 0; s < ROWS; ++s) {
+            const float weight = known[s].y * exp2_fast(known[s].x - level);
+            all += weight;
+            if (s == share) own = weight;
+        }
+        own *= reciprocal(all);
+        if (shares == 1) own = 1;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            const float weight = __shfl_sync(~0u, own, lane - t + p);
+            const auto scaled = [&](u32 pair) {
+                const float2 x = unpack_pair(scalar(), pair);
+                return pack_pair(scalar(), x.x * weight, x.y * weight);
+            };
+            uint4& x = b[p][0];
+            x = make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w));
+            if (share >= shares) x = make_uint4(0, 0, 0, 0);  // left by another step
         }
     };
     float* partial = shared.partial();
@@ -63,6 +101,13 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
         if (first || stages > 2) {
             load(even, 0);
             if (stages > 1) load(odd, 1);
+        }
+        if (first && split) {  // then there are two stages at most
+            float2 of_even[ROWS], of_odd[ROWS];
+            load_shares(of_even, 0);
+            load_shares(of_odd, 1);
+            scale_shares(even, of_even);
+            if (stages > 1) scale_shares(odd, of_odd);
         }
         if (phase.statistics) known = *reinterpret_cast<const float2*>(phase.statistics + row * 2);
         float d[UNITS][COLUMNS][4] = {}, sums_of[COLUMNS][4] = {};
@@ -121,6 +166,18 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 float* own = partial + u * PARTIAL + (warp * TILE + g) * PITCH + c * 8 + 2 * t;
+                if (split) {  // the sums of a row's shares; the columns of other rows may hold anything
+                    if (u >= here) break;
+                    float low = d[u][c][0] + d[u][c][1], high = d[u][c][2] + d[u][c][3];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const float2 other = {__shfl_xor_sync(~0u, low, 1 << i), __shfl_xor_sync(~0u, high, 1 << i)};
+                        if (i + 1 < split) low += other.x, high += other.y;
+                    }
+                    own += (2 * t >> split) - 2 * t;
+                    if (!(2 * t & ((1 << split) - 1))) own[0] = low, own[8 * PITCH] = high;
+                    continue;
+                }
                 *reinterpret_cast<float2*>(own) = make_float2(d[u][c][0], d[u][c][1]);
                 *reinterpret_cast<float2*>(own + 8 * PITCH) = make_float2(d[u][c][2], d[u][c][3]);
             }

@@ -1,6 +1,7 @@
 #pragma once
 // The program of decoder_step.cu, what its blocks share, and the threads that copy weights and phases ahead.
 #include "common/global_memory.cuh"
+#include "common/math.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
 
@@ -28,11 +29,14 @@ struct alignas(16) Phase {
     const int* counts;        // keys of a row, or without `slots` of a sentence
     const short* slots;       // (sentences, beam, room) as in step_attention.cu: own keys, the new one is appended; or null:
                               // keys of a memory, the same for all beams of a sentence
+    float2* shares;           // (heads, ROWS): peak and sum of the logits of a share of the keys; see Shares
     int heads, kv_heads, room, stride;  // stride: of the rows of x, in elements. EMBED: room is the number of positions
     int warps;                          // ATTEND: of a row and head; 1, 2, 4 or 8
+    int split, split_keys;              // ATTEND, and the LINEAR behind it: 1 << split blocks at most attend for a row and
+                                        // head, each to 1 << split_keys keys or more
     float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
 };
-static_assert(sizeof(Phase) == 160);
+static_assert(sizeof(Phase) == 176);
 
 constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
 constexpr int COPY_REGISTERS = 40, REGISTERS = 232;             // with 384 threads a launch gives 168 to each
@@ -94,6 +98,31 @@ __device__ int first_unit(const Phase& phase) {
 }
 __device__ int ceil_div(long long a, int b) { return (a + b - 1) / b; }
 __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// x / y for 0 <= x < 2^20.
+__device__ int quotient(int x, float reciprocal_y) { return (x + 0.5f) * reciprocal_y; }
+
+// ---- the keys of a row and head, shared by several blocks
+// With few rows some blocks have no row and head of their own, so several share the keys of one. Share s of a row is row
+// (row << split) + s of the output of ATTEND, and so a column of operand b of the next LINEAR, which adds the products of a
+// row's shares. That needs no word between the blocks but the barrier that there is, and free columns: 8 rows at most.
+struct Shares {
+    int count, each;  // blocks; keys of a warp
+};
+__device__ int split_of(const Phase& phase) { return ROWS == 8 ? phase.split : 0; }
+__device__ int keys_of(const Phase& phase, int row, int sentence) {
+    return min(max(phase.counts[phase.slots ? row : sentence], 1), phase.room);
+}
+// No share is empty.
+__device__ Shares shares_of(const Phase& phase, int keys) {
+    constexpr int MULTIPLE = 256 / HEAD_DIM;  // values that a warp loads at a time
+    const int split = split_of(phase);
+    int count = 1;
+    if (split) count = min((keys + (1 << phase.split_keys) - 1) >> phase.split_keys, 1 << split);
+    const int warps = count * phase.warps;
+    const int each = (quotient(keys + warps - 1, reciprocal(warps)) + MULTIPLE - 1) & -MULTIPLE;
+    if (count > 1) count = quotient(keys + each * phase.warps - 1, reciprocal(each * phase.warps));
+    return {count, each};
+}
 
 // ---- the threads that copy
 __device__ void copy_phases(const Phase* program, int phases, const Shared& shared) {

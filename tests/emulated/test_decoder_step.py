@@ -19,19 +19,20 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 BLOCKS = 4
 
 
-def emulated(case, dtype, steps=1, texts=None, order=1):
+def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None):
     """Return a search after ``steps`` by the emulator, and the logits of each.
 
     ``texts``: (Search, n), the first n sentences are as there. ``order``: of events, a seed.
+    ``counts``: keys of each sentence, if not random.
     """
-    machine, card = emulator.Machine(order, BLOCKS), replace(GPUS["9.0"], multiprocessors=BLOCKS)
+    machine, card = emulator.Machine(order, blocks), replace(GPUS["9.0"], multiprocessors=blocks)
     with launches_on(card), pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder_step, "kernel", machine.kernel)
-        search = Search(case, 1, dtype, model_of(case, 1, dtype, dtype, as_array))
+        search = Search(case, 1, dtype, model_of(case, 1, dtype, dtype, as_array), counts)
         if texts:
             search.take(*texts)
         decoder, found = search.decoder(), []
-        assert decoder.blocks == BLOCKS
+        assert decoder.blocks == blocks
         decoder.pack()
         for step in range(steps):
             if step:
@@ -44,12 +45,12 @@ def emulated(case, dtype, steps=1, texts=None, order=1):
     return search, found
 
 
-def check(case, dtype, steps=1, order=1):
+def check(case, dtype, steps=1, order=1, **settings):
     """Compare logits and caches with the step op by op; return the logits."""
-    search, found = emulated(case, dtype, steps, order=order)
+    search, found = emulated(case, dtype, steps, order=order, **settings)
     known = {}
     for kind in (np.float32, dtype):
-        other = Search(case, 1, dtype, model_of(case, 1, dtype, kind))
+        other = Search(case, 1, dtype, model_of(case, 1, dtype, kind), settings.get("counts"))
         known[kind] = []
         for step in range(steps):
             if step:
@@ -91,6 +92,91 @@ CASES = {  # sentences, beams, settings; dtype, steps
 @pytest.mark.parametrize("name", sampled(CASES, 2))
 def test_step(name):
     check(*CASES[name])
+
+
+ONE_HEAD = {"heads": 1, "layers": 1, "block": 600}
+TWO_STAGES = {"heads": 9, "d_model": 1152, "layers": 1, "inner": 32, "block": 80}
+PRE, POST_NORM = (
+    {"norm": norm, "heads": 1, "layers": (1, layers), "max_length": 99}
+    for norm, layers in (("pre", 1), ("post", 2))
+)
+SHARES = {  # case, dtype, blocks, keys of a share at least, counts; logarithms of the most shares
+    "four shares, the last one smaller": (
+        Case(1, 1, {**ONE_HEAD, "layers": 2}, room=200), BFLOAT16, 4, 32, [131], [2, 2],
+    ),
+    "eight shares, one head of two": (
+        Case(1, 1, {**ONE_HEAD, "kv_heads": 1, "d_model": 64, "heads": 2}, room=520), np.float16,
+        16, 32, [505], [3],
+    ),
+    "a short text and a long one": (
+        Case(2, 1, ONE_HEAD, room=200), np.float16, 8, 32, [9, 170], [2],
+    ),
+    "three texts, one ends a share": (
+        Case(3, 1, {**ONE_HEAD, "bias": False}, room=140), BFLOAT16, 8, 64, [64, 128, 1], [1],
+    ),
+    "beams and a memory": (
+        Case(2, 2, POST_NORM, room=90, source_room=80), np.float16, 8, 32, [70, 45], [1, 1, 1, 1],
+    ),
+    "beams and a short memory": (
+        Case(1, 3, PRE, room=90), BFLOAT16, 8, 32, [75], [1, 0],
+    ),
+    "heads of 128 and two stages": (
+        Case(1, 1, TWO_STAGES, room=80), BFLOAT16, 20, 32, [70], [1],
+    ),
+}  # fmt: skip
+
+
+def share_keys(monkeypatch, keys):
+    monkeypatch.setattr(decoder_step, "SHARE_KEYS", dict.fromkeys((32, 64, 128), keys))
+
+
+@pytest.mark.parametrize("name", sampled(SHARES, 3))
+def test_blocks_share_the_keys_of_a_row(name, monkeypatch):
+    """Also where the next step has more shares than the one before."""
+    case, dtype, blocks, keys, counts, splits = SHARES[name]
+    share_keys(monkeypatch, keys)
+    steps = 3 if case.rows == 1 and len(splits) == 2 else 2 if case.rows < 4 else 1
+    seen, build = [], decoder_step.DecoderStep._split
+    monkeypatch.setattr(
+        decoder_step.DecoderStep, "_split", lambda *args: seen.append(build(*args)) or seen[-1]
+    )
+    check(case, dtype, steps, blocks=blocks, counts=counts)
+    assert seen == [(split, keys.bit_length() - 1) for split in splits]
+
+
+def test_shares_of_another_step_are_not_used(monkeypatch):
+    """A text that is short after a long one has the bits of one that no other came before."""
+    share_keys(monkeypatch, 32)
+    case = Case(1, 1, ONE_HEAD, room=200)
+    machine, card = emulator.Machine(1, 4), replace(GPUS["9.0"], multiprocessors=4)
+    found = []
+    with launches_on(card), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_step, "kernel", machine.kernel)
+        for all_counts in ([150, 20], [20]):
+            model = model_of(case, 1, BFLOAT16, BFLOAT16, as_array)
+            search = Search(case, 1, BFLOAT16, model, [150])
+            decoder = search.decoder()
+            decoder.pack()
+            for count in all_counts:
+                search.counts[...] = count
+                search.begin()
+                search.state.tokens[...] = 3
+                logits = decoder().tobytes()
+            found.append(logits)
+        monkeypatch.setattr(decoder_step, "MOST_SHARES", 1)
+        decoder = search.decoder()
+        decoder.pack()
+        found.append(decoder().tobytes())
+    assert found[0] == found[1] == found[2]
+
+
+def test_bits_of_shares_do_not_depend_on_the_order_of_events(monkeypatch):
+    share_keys(monkeypatch, 32)
+    case = Case(2, 1, ONE_HEAD, room=200)
+    one, other = (
+        emulated(case, BFLOAT16, 2, order=order, blocks=8, counts=[120, 190])[1] for order in (1, 2)
+    )
+    assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
 
 
 def test_bits_depend_neither_on_the_order_of_events_nor_on_other_rows():

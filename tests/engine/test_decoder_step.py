@@ -28,6 +28,10 @@ PROGRAMS = {
     "pre-norm, not tied, gelu": Case(
         4, 4, {"norm": "pre", "tied": False, "activation": "gelu", "kv_heads": 1}
     ),
+    "shares of keys": Case(2, 1, {"block": 700, "heads": 1}, room=600),
+    "shares of keys and of a memory": Case(
+        1, 2, {"norm": "pre", "max_length": 700}, room=600, source_room=300
+    ),
     "post-norm": Case(9, 4, {"norm": "post", "layers": (1, 3)}),
     "post-norm, learned positions, not padded": Case(
         3, 1, {"norm": "post", "positions": "learned", "tied": False, "pad_vocab": False}
@@ -86,6 +90,19 @@ def test_groups_of_rows(count, head_dim, group, shift):
         decoder = search.decoder()
     assert (decoder.group, decoder.shift, decoder.blocks) == (group, shift, 132)
     assert decoder.logits.shape[0] == group << shift
+
+
+@pytest.mark.parametrize("count, heads, head_dim, room, split", [
+    (1, 12, 64, 256, 0), (1, 12, 64, 257, 1), (1, 12, 64, 1024, 2), (1, 12, 64, 8192, 3),
+    (2, 12, 64, 4096, 2), (3, 12, 64, 2048, 1), (4, 12, 64, 2048, 1), (5, 12, 64, 1024, 0),
+    (4, 16, 64, 2048, 1), (4, 17, 64, 2048, 0), (1, 25, 64, 1024, 2), (1, 33, 64, 1024, 0),
+    (1, 16, 128, 256, 1), (1, 17, 128, 1024, 0), (1, 8, 32, 4096, 3), (16, 1, 64, 512, 0),
+])  # fmt: skip
+def test_blocks_that_share_keys(count, heads, head_dim, room, split):
+    """As few as can load the keys at a time, if there are idle blocks and columns."""
+    step = SimpleNamespace(count=count, head_dim=head_dim, blocks=132)
+    keys = 7 if head_dim == 128 else 8
+    assert decoder_step.DecoderStep._split(step, heads, room) == (split, keys)
 
 
 REFUSALS = [  # settings of GPT-2, rows, room, dtype, GPU, what is said
@@ -213,6 +230,39 @@ def test_numbers(gpu, seed, dtype):
         logits = (found, by_ops.by_ops(), exact.by_ops())
         assert_as_accurate(*(host(x)[:, : search.model.config.vocab] for x in logits))
     assert_as_accurate(search.stored(), by_ops.stored(), exact.stored())
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("counts", [[1500], [9, 700], [400, 257, 256], [90, 900, 513, 1]])
+def test_blocks_share_keys(gpu, counts, head_dim):
+    """As accurate as the step op by op, the same bits twice, and for short texts as unshared."""
+    size = {"vocab": 1000, "d_model": 8 * head_dim, "heads": 8, "layers": 2, "block": 1600}
+    case, dtype = Case(len(counts), 1, {**size, "inner": 512}, room=1600), BFLOAT16
+    exact, by_ops, search = (
+        Search(case, 1, dtype, model_of(case, 1, dtype, kind, gpu.asarray), counts)
+        for kind in (np.float32, dtype, dtype)
+    )
+    skip_without(decoder_step.FILE, search.model)
+    decoder = search.decoder()
+    assert (decoder.phases["split"] > 0).sum() == 4  # attention and the layer behind it
+    decoder.pack()
+    for step in range(2):
+        if step:
+            for each in (exact, by_ops, search):
+                each.advance()
+        found = decoder().copy()
+        assert bits(decoder()) == bits(found) and not decoder._barrier.any()
+        logits = (found, by_ops.by_ops(), exact.by_ops())
+        assert_as_accurate(*(host(x)[:, :1000] for x in logits))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_step, "MOST_SHARES", 1)
+        unshared = search.decoder()
+    assert not unshared.phases["split"].any()
+    unshared.pack()
+    plain, least = unshared(), decoder_step.SHARE_KEYS[head_dim]
+    for row, count in enumerate(counts):
+        if count + 1 <= least:
+            assert bits(plain[row]) == bits(found[row])
 
 
 @pytest.mark.parametrize("seed", [1, 4])

@@ -71,9 +71,12 @@ def skip_without(file, model):
 
 
 class Search:
-    """What Generation or TranslationSearch holds for a step, with random texts so far."""
+    """What Generation or TranslationSearch holds for a step, with random texts so far.
 
-    def __init__(self, case, seed, rounded, model):
+    ``counts``: keys of each sentence with the new one, if not random.
+    """
+
+    def __init__(self, case, seed, rounded, model, counts=None):
         self.case, self.model = case, model
         self.like = like = model.parameters()[0].data
         xp, rng = get_xp(like), np.random.default_rng(seed + 1)
@@ -88,6 +91,8 @@ class Search:
         self.caches, table = caches, (case.sentences, case.beam)
         self.counts = rng.integers(1, case.room - 3, (case.sentences, 1)).repeat(case.beam, 1)
         self.counts[-1] = 1
+        if counts is not None:
+            self.counts = np.asarray(counts)[:, None].repeat(case.beam, 1)
         self.slots = rng.integers(0, case.beam, (*table, case.room)).astype(np.int16)
 
         def random(shape, there=None):

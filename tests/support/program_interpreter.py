@@ -6,6 +6,10 @@ import numpy as np
 
 from gpuattn.engine.decoder_step import ATTEND, EMBED, LAYER_NORM, LINEAR, NO_NORM
 
+SHARED = (  # fields of the attention that the linear layer behind it has too, if blocks share keys
+    "counts", "slots", "heads", "room", "warps", "per_beam", "split", "split_keys", "shares",
+)  # fmt: skip
+
 
 def memory(address, shape, dtype):
     """Return a copy of an array, which lies at ``address``."""
@@ -54,6 +58,10 @@ class Interpreter:
         outputs, inputs = layer["outputs"], layer["inputs"]
         assert (outputs, inputs) == (phase["outputs"], phase["inputs"])
         x = self.read(phase["x"], (self.rows, inputs))
+        if phase["split"]:
+            assert phase["x"] == self.attended["out"] and phase["norm"] == NO_NORM
+            for name in SHARED:
+                assert phase[name] == self.attended[name], name
         assert bool(layer["gain"]) == (phase["norm"] != NO_NORM)
         if phase["norm"] != NO_NORM:
             mean = x.mean(1, keepdims=True) if phase["norm"] == LAYER_NORM else np.zeros((1, 1))
@@ -78,6 +86,7 @@ class Interpreter:
         self.written[int(phase["out"])] = y.astype(np.float32)
 
     def attend(self, phase):
+        self.attended = phase
         heads, kv_heads, room = (int(phase[name]) for name in ("heads", "kv_heads", "room"))
         size, state = self.decoder.head_dim, self.state
         np.testing.assert_allclose(
@@ -85,6 +94,10 @@ class Interpreter:
             [1 / state.beam, 1 / heads, kv_heads / heads], rtol=1e-6,
         )  # fmt: skip
         assert phase["warps"] in (1, 2, 4, 8)
+        shares = 1 << phase["split"]
+        if shares > 1:
+            assert phase["warps"] == 8 and phase["shares"] and self.rows * shares <= 8
+            assert self.rows * heads * shares <= self.decoder.blocks and heads * size <= 2048
         x = self.read(phase["x"], (-1,)).reshape(self.rows, phase["stride"])
         q = x[:, : heads * size].reshape(self.rows, heads, size)
         own = bool(phase["slots"])
