@@ -7,8 +7,8 @@
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_forward_simt.cu: HEAD_DIM is 32 .. 256");
 constexpr int SPLIT = 1;
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100  // a multiprocessor has 228 KiB of shared memory
-constexpr int R = HEAD_DIM <= 128 ? 8 : 4, N = HEAD_DIM <= 128 ? 4 : 2, HELD = HEAD_DIM == 128 ? 4 : 8;
-constexpr int TILES = 2, BLOCKS = EXTRAS || HEAD_DIM > 64 ? 2 : 3;      // tiles of the other side; blocks at a time
+constexpr int R = HEAD_DIM > 128 ? 4 : 8, N = HEAD_DIM > 128 ? 2 : HEAD_DIM > 64 ? 4 : 8, HELD = HEAD_DIM == 128 ? 4 : 8;
+constexpr int TILES = 2, BLOCKS = 2;  // tiles of the other side; blocks of a multiprocessor
 #elif __CUDA_ARCH__ >= 800
 constexpr int R = HEAD_DIM <= 64 ? 8 : 4, HELD = 0;
 constexpr int N = HEAD_DIM == 128 ? 8 : HEAD_DIM > 128 && __CUDA_ARCH__ >= 1200 ? 2 : 4;

@@ -52,7 +52,7 @@ def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -
     forward, roomy, split, held = part == "forward", capability in ROOMY, 1, 0
     if roomy:
         if forward:
-            own, step = (128, 32) if width <= 128 else (64, 16)
+            own, step = (64, 16) if width > 128 else (128, 32 if width > 64 else 64)
             held = 4 if width == 128 else 8
         else:
             split, held = 2 if width == 128 else 1, 8

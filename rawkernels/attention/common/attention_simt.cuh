@@ -89,26 +89,37 @@ __device__ inline void tiles_ready() {
     __syncthreads();
 }
 
-// x[r][n] = dot product of rows; `own` and `tile` are this lane's first rows.
+// x[r][n] = dot product of rows; `own` and `tile` are this lane's first rows. Columns 4 further are on their way to registers:
+// a row's padding at the end.
 __device__ inline void multiply(const float* own, const float* tile, float (&x)[R][N]) {
+    constexpr int AHEAD = R < 2 ? R : 2;
+    float4 z[R], y[N];
+    const auto load_own = [&](int begin, int end) {
+#pragma unroll
+        for (int r = begin; r < end; ++r) z[r] = *(const float4*)(own + 4 * r * PITCH);
+    };
+    const auto load_tile = [&] {
+#pragma unroll
+        for (int n = 0; n < N; ++n) y[n] = *(const float4*)(tile + 8 * n * PITCH);
+    };
 #pragma unroll
     for (int e = 0; e < R * N; ++e) x[e / N][e % N] = 0.f;
+    load_tile();
+    load_own(0, AHEAD);
 #pragma unroll 1
     for (int d = 0; d < HEAD_DIM; d += 4) {
-        float4 z[R];
+        load_own(AHEAD, R);
 #pragma unroll
-        for (int r = 0; r < R; ++r) z[r] = *(const float4*)(own + 4 * r * PITCH + d);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const float4 y = *(const float4*)(tile + 8 * n * PITCH + d);
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
-                x[r][n] += z[r].x * y.x;
-                x[r][n] += z[r].y * y.y;
-                x[r][n] += z[r].z * y.z;
-                x[r][n] += z[r].w * y.w;
-            }
+        for (int e = 0; e < R * N; ++e) {
+            const int r = e / N, n = e % N;
+            x[r][n] += z[r].x * y[n].x;
+            x[r][n] += z[r].y * y[n].y;
+            x[r][n] += z[r].z * y[n].z;
+            x[r][n] += z[r].w * y[n].w;
         }
+        own += 4, tile += 4;
+        load_tile();
+        load_own(0, AHEAD);
     }
 }
 
