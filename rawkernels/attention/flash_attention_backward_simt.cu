@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         RowStats stats[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
-        unsigned int kept = ~0u;
+        unsigned long long kept = 0;
         const bool drops = EXTRAS && a.query_words;
         if (drops) apply_dropout(a, kept = sample_kept<true>(a, s, head, at), ds);
 #pragma unroll

@@ -21,6 +21,7 @@ constexpr int OWN = 16 * R, STEP = 8 * N * SPLIT;  // rows of a block, rows of a
 // SPLIT columns of lanes at a time. HELD = 0: through shuffles, where shared memory is short.
 constexpr int HOLDER = N * 4 * R + 4;        // floats of a column of lanes; 4 more avoid bank conflicts
 constexpr int WEIGHTS = 4 * HELD * HOLDER;   // floats of the block
+static_assert(R * N <= 64, "attention_simt.cuh: dropout has a bit for each of a lane's products");
 static_assert(HELD ? 8 * SPLIT % HELD == 0 : SPLIT == 1, "attention_simt.cuh: HELD divides 8 SPLIT; shuffles reach one warp");
 
 // A 16-byte load from shared memory takes two cycles per warp instead of four if lanes 1 apart or lanes 2 apart read the same
@@ -93,6 +94,7 @@ __device__ inline void tiles_ready() {
 // a row's padding at the end.
 __device__ inline void multiply(const float* own, const float* tile, float (&x)[R][N]) {
     constexpr int AHEAD = R < 2 ? R : 2;
+    constexpr int UNROLL = HELD && !EXTRAS && __CUDA_ARCH__ < 1000 ? 2 : 1;  // elsewhere registers are short
     float4 z[R], y[N];
     const auto load_own = [&](int begin, int end) {
 #pragma unroll
@@ -106,7 +108,7 @@ __device__ inline void multiply(const float* own, const float* tile, float (&x)[
     for (int e = 0; e < R * N; ++e) x[e / N][e % N] = 0.f;
     load_tile();
     load_own(0, AHEAD);
-#pragma unroll 1
+#pragma unroll UNROLL
     for (int d = 0; d < HEAD_DIM; d += 4) {
         load_own(AHEAD, R);
 #pragma unroll
@@ -250,9 +252,9 @@ __device__ inline void apply_logits(const Attention& a, const Sequence& s, int h
 // Bit r N + n is set if dropout keeps x[r][n]. A word is for four weights, 8 rows and 8 columns apart; this lane has those that
 // it needs.
 template <bool KEYS_DOWN>
-__device__ inline unsigned int sample_kept(const Attention& a, const Sequence& s, int head, Position<KEYS_DOWN> at) {
+__device__ inline unsigned long long sample_kept(const Attention& a, const Sequence& s, int head, Position<KEYS_DOWN> at) {
     at = {opaque(at.i), opaque(at.j)};
-    unsigned int bits = 0;
+    unsigned long long bits = 0;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         if (r & 2) continue;  // covered by the word of r - 2
@@ -263,14 +265,14 @@ __device__ inline unsigned int sample_kept(const Attention& a, const Sequence& s
             for (int e = 0; e < (R > 2 ? 4 : 2); ++e) {
                 const int down = r + e / 2 * 2, across = n + e % 2;
                 const int byte = at.query(down, across) / 8 % 2 * 2 + at.key(down, across) / 8 % 2;
-                bits |= (unsigned int)kept(word, byte) << (down * N + across);
+                bits |= (unsigned long long)kept(word, byte) << (down * N + across);
             }
         }
     }
     return bits;
 }
 // x / (1 - p) where kept, otherwise 0.
-__device__ inline void apply_dropout(const Attention& a, unsigned int kept, float (&x)[R][N]) {
+__device__ inline void apply_dropout(const Attention& a, unsigned long long kept, float (&x)[R][N]) {
 #pragma unroll
     for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= kept >> e & 1 ? a.keep_scale : 0.f;
 }
