@@ -1,4 +1,4 @@
-"""Attention on CUDA cores, emulated on any CPU: tiles of GPUs with much shared memory, and others."""
+"""Attention on CUDA cores, emulated on any CPU: forms for much shared memory, and for little."""
 
 import emulator
 import pytest

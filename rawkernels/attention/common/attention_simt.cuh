@@ -8,6 +8,7 @@
 // A lane holds x[r][n], the product of row down + 4r of the warp and row across + 8n of its part of the tile, and sum[r][..],
 // columns 4 across + 32c .. + 3 of row down + 4r of a weighted sum of the tile's rows.
 #include "attention/common/attention_dropout.cuh"
+#include "common/barrier.cuh"
 #include "common/compiler.cuh"
 #include "common/math.cuh"
 #include "common/pack.cuh"
@@ -127,8 +128,8 @@ __device__ inline void multiply(const float* own, const float* tile, float (&x)[
 
 // Waits for the warps that have the same rows.
 __device__ inline void sync_rows() {
-    if (SPLIT == 1) __syncwarp();
-    else __syncthreads();
+    if constexpr (SPLIT == 1) __syncwarp();
+    else bar_sync(1 + threadIdx.x / (32 * SPLIT), 32 * SPLIT);
 }
 
 // sum += weights x tile. `shared`: WEIGHTS floats of the block.

@@ -8,7 +8,8 @@ import pytest
 from gpuattn.cuda import kernels
 from gpuattn.ops.attention import simt
 
-LIMITS = {80: 101_376, 75: 65_536, 90: 232_448, 103: 232_448, 120: 101_376}  # bytes that a block may have; 80: those of 8.6
+LIMITS = {80: 101_376, 75: 65_536, 90: 232_448, 103: 232_448, 120: 101_376}
+"""Bytes that a block may have; for 8.0 those of 8.6."""
 FORMS = list(itertools.product(simt.WIDTHS, (False, True)))
 
 
