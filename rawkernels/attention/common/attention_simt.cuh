@@ -14,14 +14,14 @@
 #include "common/pack.cuh"
 
 constexpr int THREADS = 128 * SPLIT;
-constexpr int PITCH = HEAD_DIM + 4;          // floats from row to row of a tile; avoids bank conflicts
-constexpr int WIDTH = HEAD_DIM / 8 / SPLIT;  // columns of a lane
 constexpr int OWN = 16 * R, STEP = 8 * N * SPLIT;  // rows of a block, rows of a tile of the other side
+constexpr int PITCH = HEAD_DIM + 4;                // floats from row to row of a tile; avoids bank conflicts
+constexpr int WIDTH = HEAD_DIM / 8 / SPLIT;        // columns of a lane
 
 // The weights of a weighted sum go from the lanes that hold them to the others through shared memory: those of HELD of the 8
 // SPLIT columns of lanes at a time. HELD = 0: through shuffles, where shared memory is short.
-constexpr int HOLDER = N * 4 * R + 4;        // floats of a column of lanes; 4 more avoid bank conflicts
-constexpr int WEIGHTS = 4 * HELD * HOLDER;   // floats of the block
+constexpr int HOLDER = N * 4 * R + 4;       // floats of a column of lanes; 4 more avoid bank conflicts
+constexpr int WEIGHTS = 4 * HELD * HOLDER;  // floats of the block
 static_assert(R * N <= 64, "attention_simt.cuh: dropout has a bit for each of a lane's products");
 static_assert(HELD ? 8 * SPLIT % HELD == 0 : SPLIT == 1, "attention_simt.cuh: HELD divides 8 SPLIT; shuffles reach one warp");
 
