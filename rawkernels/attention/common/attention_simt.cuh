@@ -101,13 +101,13 @@ __device__ inline void multiply(const float* own, const float* tile, float (&x)[
 #pragma unroll
         for (int r = begin; r < end; ++r) z[r] = *(const float4*)(own + 4 * r * PITCH);
     };
-    const auto load_tile = [&] {
+    const auto load_other = [&] {
 #pragma unroll
         for (int n = 0; n < N; ++n) y[n] = *(const float4*)(tile + 8 * n * PITCH);
     };
 #pragma unroll
     for (int e = 0; e < R * N; ++e) x[e / N][e % N] = 0.f;
-    load_tile();
+    load_other();
     load_own(0, AHEAD);
 #pragma unroll UNROLL
     for (int d = 0; d < HEAD_DIM; d += 4) {
@@ -121,7 +121,7 @@ __device__ inline void multiply(const float* own, const float* tile, float (&x)[
             x[r][n] += z[r].w * y[n].w;
         }
         own += 4, tile += 4;
-        load_tile();
+        load_other();
         load_own(0, AHEAD);
     }
 }
