@@ -4,21 +4,23 @@
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
 //   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)
 // Launch:    delta: grid = (ceil(rows * heads / 4),), block = (128,), one warp per row and head
-//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (128,), shared = SHARED_BYTES
-//            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (128,), shared = SHARED_BYTES
+//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
+//            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward_simt.cu: HEAD_DIM is 32 .. 256");
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100  // a multiprocessor has 228 KiB of shared memory
+constexpr int SPLIT = HEAD_DIM == 128 ? 2 : 1, HELD = 8;
+constexpr int R = HEAD_DIM > 128 ? 2 : HEAD_DIM <= 64 && EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;
+#elif __CUDA_ARCH__ >= 800
+constexpr int SPLIT = 1, HELD = 0, R = HEAD_DIM > 128 ? 2 : HEAD_DIM > 64 || EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;
+#else  // a block has 64 KiB of shared memory
+constexpr int SPLIT = 1, HELD = 0, R = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : HEAD_DIM > 32 || EXTRAS ? 4 : 8;
+constexpr int N = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 4;
+#endif
 #include "attention/common/attention_simt.cuh"
 #include "common/reduce.cuh"
 
-static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward_simt.cu: HEAD_DIM is 32 .. 256");
-#if __CUDA_ARCH__ >= 800
-constexpr int R = HEAD_DIM > 128 ? 2 : HEAD_DIM > 64 || EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;  // logits of a lane
-#else  // a block has 64 KiB of shared memory
-constexpr int R = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : HEAD_DIM > 32 || EXTRAS ? 4 : 8;
-constexpr int N = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 4;
-#endif
-constexpr int OWN = 16 * R, STEP = 8 * N;  // rows of a block, rows of a tile of the other side
-constexpr int SHARED_BYTES = 4 * 2 * (OWN + STEP) * PITCH;
+constexpr int SHARED_BYTES = 4 * (2 * (OWN + STEP) * PITCH + WEIGHTS);
 
 // delta = rowsum(dout * out) - dlse
 extern "C" __global__ void __launch_bounds__(128) flash_attention_delta(
@@ -43,16 +45,16 @@ extern "C" __global__ void __launch_bounds__(128) flash_attention_delta(
 }
 
 // A row's values for p and ds; a row without keys, or past the end, gets p = 0.
-struct RowStats { float lse, delta; };
+struct RowStats { float lse, delta; };  // lse: times log2(e)
 
 __device__ inline RowStats row_stats(const Attention& a, const Sequence& s, int head, int i, const float* lse,
                                      const float* delta) {
     if (i >= s.queries) return {INF, 0.f};
     const long long e = s.number * a.lse_batch + head * a.lse_head + s.first_query + i;
-    return {lse[e] == NEG_INF ? INF : lse[e], delta[e]};
+    return {lse[e] == NEG_INF ? INF : lse[e] * LOG2E, delta[e]};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
+extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention_dkv(
     const Attention a,
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
     const scalar* __restrict__ k,         // (B, S, Hk, D)
@@ -66,12 +68,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
     float* v_tile = k_tile + OWN * PITCH;
     float* q_tile = v_tile + OWN * PITCH;
     float* dout_tile = q_tile + STEP * PITCH;
+    float* weights = dout_tile + STEP * PITCH;
 
     const Place place = place_at(a.keys, OWN, a.heads / a.group);
     const Sequence s = sequence_at(a, place.number);
     const int kv_head = place.head, first = place.tile * OWN;
     if (first >= s.key_rows) return;
-    const int own = threadIdx.x / 32 * 4 * R + lane_down(), j = first + own;  // this lane's keys are j + 4r
+    const int own = lane_own(), j = first + own;  // this lane's keys are j + 4r
 
     // queries begin .. end - 1 see some key; queries unmasked_begin .. unmasked_end - 1 see all keys
     const int last = min(first + OWN, s.keys) - 1;
@@ -82,40 +85,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
     load_tile<OWN>(k_tile, rows_of(k, a.k, s.number, s.first_key + first, kv_head), a.k, s.keys - first, a.head_dim);
     load_tile<OWN>(v_tile, rows_of(v, a.v, s.number, s.first_key + first, kv_head), a.v, s.keys - first, a.value_dim);
 
-    float dk_sum[R][WIDTH] = {}, dv_sum[R][WIDTH] = {};
-    for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head)
-#pragma unroll 1
-        for (int i = begin; i < end; i += STEP) {
-            const scalar* q_rows = rows_of(q, a.q, s.number, s.first_query + i, head);
-            const scalar* dout_rows = rows_of(dout, a.dout, s.number, s.first_query + i, head);
-            __syncthreads();  // the last tiles may still be read
-            load_tile<STEP>(q_tile, q_rows, a.q, s.queries - i, a.head_dim);
-            load_tile<STEP>(dout_tile, dout_rows, a.dout, s.queries - i, a.value_dim);
-            __syncthreads();
+    // query tiles of one head after another
+    const int tiles = max(0, end - begin + STEP - 1) / STEP, steps = tiles * a.group;
+    const auto head_of = [&](int step) { return kv_head * a.group + step / tiles; };
+    const auto query_of = [&](int step) { return begin + step % tiles * STEP; };
+    const auto load_dout = [&](int step) {
+        const int i = query_of(step);
+        const scalar* rows = rows_of(dout, a.dout, s.number, s.first_query + i, head_of(step));
+        load_tile<STEP>(dout_tile, rows, a.dout, s.queries - i, a.value_dim);
+    };
+    if (steps > 0) load_dout(0);
 
-            const Position<true> at = {i + lane_across(), j};
-            float p[R][N], ds[R][N];
-            multiply(v_tile + own * PITCH, dout_tile + lane_across() * PITCH, ds);
-            multiply(k_tile + own * PITCH, q_tile + lane_across() * PITCH, p);
-            RowStats stats[N];
+    float dk_sum[R][WIDTH] = {}, dv_sum[R][WIDTH] = {};
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        const int i = query_of(step), head = head_of(step);
+        tiles_ready();
+        load_tile<STEP>(q_tile, rows_of(q, a.q, s.number, s.first_query + i, head), a.q, s.queries - i, a.head_dim);
+
+        const Position<true> at = {i + lane_step(), j};
+        float p[R][N], ds[R][N];
+        multiply(v_tile + own * PITCH, dout_tile + lane_step() * PITCH, ds);
+        tiles_ready();
+        multiply(k_tile + own * PITCH, q_tile + lane_step() * PITCH, p);
+        RowStats stats[N];
 #pragma unroll
-            for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
-            unsigned int kept = ~0u;
-            const bool drops = EXTRAS && a.query_words;
-            if (drops) apply_dropout(a, kept = sample_kept<true, R, N>(a, s, head, at), ds);
+        for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
+        unsigned long long kept = 0;
+        const bool drops = EXTRAS && a.query_words;
+        if (drops) apply_dropout(a, kept = sample_kept<true>(a, s, head, at), ds);
 #pragma unroll
-            for (int e = 0; e < R * N; ++e) ds[e / N][e % N] -= stats[e % N].delta;
-            apply_logits(a, s, head, at, i >= unmasked_begin && i + STEP <= unmasked_end, p, ds);
+        for (int e = 0; e < R * N; ++e) ds[e / N][e % N] -= stats[e % N].delta;
+        apply_logits(a, s, head, at, i >= unmasked_begin && i + STEP <= unmasked_end, p, ds);
 #pragma unroll
-            for (int e = 0; e < R * N; ++e) {
-                const int r = e / N, n = e % N;
-                p[r][n] = expf(p[r][n] - stats[n].lse);
-                ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * ds[r][n];
-            }
-            if (drops) apply_dropout(a, kept, p);
-            add_product(p, dout_tile, dv_sum);
-            add_product(ds, q_tile, dk_sum);
+        for (int e = 0; e < R * N; ++e) {
+            const int r = e / N, n = e % N;
+            p[r][n] = exp2_fast(p[r][n] - stats[n].lse);
+            ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * ds[r][n];
         }
+        if (drops) apply_dropout(a, kept, p);
+        add_product(p, weights, dout_tile, dv_sum);
+        if (step + 1 < steps) {
+            __syncthreads();
+            load_dout(step + 1);
+        }
+        add_product(ds, weights, q_tile, dk_sum);
+    }
 
     const Sequence again = sequence_at(a, opaque(s.number));  // computed again, to free registers
 #pragma unroll
@@ -129,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
+extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention_dq(
     const Attention a,
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
     const scalar* __restrict__ k,         // (B, S, Hk, D)
@@ -143,13 +158,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
     float* dout_tile = q_tile + OWN * PITCH;
     float* k_tile = dout_tile + OWN * PITCH;
     float* v_tile = k_tile + STEP * PITCH;
+    float* weights = v_tile + STEP * PITCH;
 
     const Place place = place_at(a.queries, OWN, a.heads);
     const Sequence s = sequence_at(a, place.number);
     const int head = place.head, kv_head = head / a.group;
     const int first = ((a.queries + OWN - 1) / OWN - 1 - place.tile) * OWN;  // the last tiles have the most keys
     if (first >= s.queries) return;
-    const int own = threadIdx.x / 32 * 4 * R + lane_down(), i = first + own;  // this lane's queries are i + 4r
+    const int own = lane_own(), i = first + own;  // this lane's queries are i + 4r
 
     // some query sees keys begin .. end - 1; all queries see unmasked_begin .. unmasked_end - 1
     const int last = min(first + OWN, s.queries) - 1;
@@ -163,28 +179,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
 #pragma unroll
     for (int r = 0; r < R; ++r) stats[r] = row_stats(a, s, head, i + 4 * r, lse, delta);
 
+    const auto load_values = [&](int j) {
+        load_tile<STEP>(v_tile, rows_of(v, a.v, s.number, s.first_key + j, kv_head), a.v, s.keys - j, a.value_dim);
+    };
+    load_values(begin);
+
     float sum[R][WIDTH] = {};
 #pragma unroll 1
     for (int j = begin; j < end; j += STEP) {
-        const scalar* k_rows = rows_of(k, a.k, s.number, s.first_key + j, kv_head);
-        const scalar* v_rows = rows_of(v, a.v, s.number, s.first_key + j, kv_head);
-        __syncthreads();  // the last tiles may still be read
-        load_tile<STEP>(k_tile, k_rows, a.k, s.keys - j, a.head_dim);
-        load_tile<STEP>(v_tile, v_rows, a.v, s.keys - j, a.value_dim);
-        __syncthreads();
+        tiles_ready();
+        load_tile<STEP>(k_tile, rows_of(k, a.k, s.number, s.first_key + j, kv_head), a.k, s.keys - j, a.head_dim);
 
-        const Position<false> at = {i, j + lane_across()};
+        const Position<false> at = {i, j + lane_step()};
         float p[R][N], ds[R][N], softcap_grad[R][N];
-        multiply(dout_tile + own * PITCH, v_tile + lane_across() * PITCH, ds);
-        multiply(q_tile + own * PITCH, k_tile + lane_across() * PITCH, p);
-        if (EXTRAS && a.query_words) apply_dropout(a, sample_kept<false, R, N>(a, s, head, at), ds);
+        multiply(dout_tile + own * PITCH, v_tile + lane_step() * PITCH, ds);
+        tiles_ready();
+        if (j + STEP < end) load_values(j + STEP);
+        multiply(q_tile + own * PITCH, k_tile + lane_step() * PITCH, p);
+        if (EXTRAS && a.query_words) apply_dropout(a, sample_kept<false>(a, s, head, at), ds);
 #pragma unroll
         for (int e = 0; e < R * N; ++e) softcap_grad[e / N][e % N] = 1.f;
         apply_logits(a, s, head, at, j >= unmasked_begin && j + STEP <= unmasked_end, p, softcap_grad);
 #pragma unroll
         for (int e = 0; e < R * N; ++e) {
             const int r = e / N, n = e % N;
-            p[r][n] = expf(p[r][n] - stats[r].lse);
+            p[r][n] = exp2_fast(p[r][n] - stats[r].lse);
             ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * (ds[r][n] - stats[r].delta);
         }
         if (EXTRAS && dbias) {
@@ -198,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
         if (EXTRAS)
 #pragma unroll
             for (int e = 0; e < R * N; ++e) ds[e / N][e % N] *= softcap_grad[e / N][e % N];
-        add_product(ds, k_tile, sum);
+        add_product(ds, weights, k_tile, sum);
     }
 
     const Sequence again = sequence_at(a, opaque(s.number));  // computed again, to free registers

@@ -3,8 +3,8 @@
 ``translate.py`` turns CUDA C++ into C++, ``machine.cpp`` runs thread blocks concurrently as fibers
 in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is built to find errors:
 
-- asynchronous work (TMA copies, wgmma) happens at a random moment before the wait that covers it;
-  until then its destination holds NaN, and its source must not change;
+- asynchronous work (copies by TMA or cp.async, wgmma) happens at a random moment before the wait
+  that covers it; until then its destination holds NaN, and its source must not change;
 - lanes run independently between warp-wide instructions, some lanes and warps are slow, and a wait
   waits for its own condition only;
 - shared memory begins as NaN, and is aligned as its declarations ask and no better; an access at an

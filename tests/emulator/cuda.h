@@ -233,10 +233,6 @@ inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w)
     sum = {sum.x + x, sum.y + y, sum.z + z, sum.w + w};
 }
 inline void fence_proxy_async_global() {}
-template <typename... X> void cp_async_cg_shared_global(X...) { abort(); }  // cp.async of sm_80: declared, not emulated
-template <typename... X> void cp_async_ca_shared_global(X...) { abort(); }
-template <typename... X> void cp_async_wait_group(X...) { abort(); }
-inline void cp_async_commit_group() { abort(); }
 inline void fence_acq_rel_gpu() {}
 
 // ---- barriers
@@ -264,6 +260,13 @@ void ld_shared_cluster_b64(u64& x, u32 address);
 void st_shared_cluster_v2_f32(u32 address, float x, float y);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 address, float x, float y, u32 bar);
+
+// ---- copies of single threads
+void copy_later(u32 dst, const void* src, u32 size, u32 bytes);  // zeros after `bytes` of the source
+inline void cp_async_cg_shared_global(u32 dst, const void* src, int bytes = 16) { copy_later(dst, src, 16, bytes); }
+inline void cp_async_ca_shared_global(u32 dst, const void* src, int size) { copy_later(dst, src, size, size); }
+void cp_async_commit_group();
+void cp_async_wait_group(int pending);
 
 // ---- TMA
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(

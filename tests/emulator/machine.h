@@ -38,6 +38,7 @@ struct Thread {
     u32 address, value;              // of what it waits for, for error messages
     std::vector<std::pair<u32, u32>> unfenced;        // stores since its last fence: (word, state)
     std::vector<std::vector<TaskPtr>> copies = {{}};  // bulk groups; the last one is open
+    std::vector<std::vector<std::function<void()>>> own_copies = {{}};  // groups of cp.async; the last one is open
     long meeting = -1;               // of the cluster: the one it arrived at and has not waited for, or -1
     jmp_buf here;
     ucontext_t start;

@@ -202,6 +202,27 @@ void bar_red_or_pred(u32 x, int id, int threads, u32& any) { any = count_at_barr
 int __syncthreads_count(int x) { return count_at_barrier(x, 0, me->block->threads.size()); }
 void __syncthreads() { bar_sync(0, me->block->threads.size()); }
 
+// ---- copies of single threads: at once or, as often, when the thread waits; until then the destination holds NaN
+void copy_later(u32 dst, const void* src, u32 size, u32 bytes) {
+    unsigned char* const to = me->block->at(dst, size, size);
+    if (bytes && (u64)src % size) fail("cp.async of %u bytes from %p", size, src);
+    memset(to, 0xff, size);
+    const auto copy = [=] {
+        if (bytes) memcpy(to, src, bytes);
+        memset(to + bytes, 0, size - bytes);
+    };
+    if (draw(2)) copy();
+    else me->own_copies.back().push_back(copy);
+}
+void cp_async_commit_group() { me->own_copies.push_back({}); }
+void cp_async_wait_group(int pending) {
+    auto& groups = me->own_copies;
+    for (size_t n = 0; n + 1 + pending < groups.size(); ++n) {
+        for (const auto& copy : groups[n]) copy();
+        groups[n].clear();
+    }
+}
+
 // ---- TMA
 struct Map {  // written by __init__.py
     unsigned char* pointer;

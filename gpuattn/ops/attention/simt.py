@@ -1,6 +1,6 @@
 """raw-simt, in float32 on CUDA cores: ``attention/flash_attention_{forward,backward}_simt.cu``."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from gpuattn.typing import Array
 
 MAX_HEAD_DIM = 256
 WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
-THREADS = 128
+ROOMY = range(90, 110)  # compute capabilities with 228 KiB of shared memory a multiprocessor
 
 
 def refuse(
@@ -35,29 +35,44 @@ def refuse(
     return tiles_refusal(q, cu_q, max(max_seqlen_q, max_seqlen_k), 16)
 
 
-def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -> tuple[int, int]:
-    """Return the rows that a block computes, and the rows of the other side that it loads at once.
+class Tile(NamedTuple):
+    """The rows that a block computes, those of the other side that it loads at once, its size."""
+
+    own: int
+    step: int
+    threads: int
+    shared_bytes: int
+
+
+def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -> Tile:
+    """Return the tile of a kernel.
 
     ``part``: "forward", "dkv" or "dq"; ``width``: HEAD_DIM; ``extras``: EXTRAS of the kernels.
     """
-    if capability < AMPERE:  # in 64 KiB
-        if part == "forward":
-            return (128, 32) if width <= 64 else (64, 32) if width <= 128 else (32, 16)
-        if width > 64:
-            return (32, 16) if width <= 128 else (16, 8)
-        return 64 if width > 32 or extras else 128, 32
-    if part == "forward":
+    forward, roomy, split, held = part == "forward", capability in ROOMY, 1, 0
+    if roomy:
+        if forward:
+            own, step = (64, 16) if width > 128 else (128, 32 if width > 64 else 64)
+            held = 4 if width == 128 else 8
+        else:
+            split, held = 2 if width == 128 else 1, 8
+            own = 32 if width > 128 else 64 if width <= 64 and extras else 128
+            step = 16 if width > 128 else 32 * split
+    elif capability < AMPERE:  # in 64 KiB
+        if forward:
+            own, step = (128, 32) if width <= 64 else (64, 32) if width <= 128 else (32, 16)
+        elif width > 64:
+            own, step = (32, 16) if width <= 128 else (16, 8)
+        else:
+            own, step = 64 if width > 32 or extras else 128, 32
+    elif forward:
         few = width > 128 and capability >= 120  # registers are short there
-        return 64 if width > 64 else 128, 64 if width == 128 else 16 if few else 32
-    if width > 128:
-        return 32, 16
-    return 64 if width > 64 or extras else 128, 32
-
-
-def shared_bytes(part: str, width: int, extras: bool, capability: int = AMPERE) -> int:
-    """Return the bytes of a block's tiles of both sides: of one array, of two in the gradient."""
-    rows = sum(choose_tile(part, width, extras, capability))
-    return (4 if part == "forward" else 8) * rows * (width + 4)
+        own, step = 64 if width > 64 else 128, 64 if width == 128 else 16 if few else 32
+    else:
+        own, step = (32, 16) if width > 128 else (64 if width > 64 or extras else 128, 32)
+    weights = 4 * held * (own * step // (32 * split) + 4)
+    rows = own + step * (1 + roomy) if forward else 2 * (own + step)
+    return Tile(own, step, 128 * split, 4 * (rows * (width + 4) + weights))
 
 
 class _Tiles:
@@ -78,9 +93,9 @@ class _Tiles:
 
     def shape(self, part, longest, heads):
         """Return (grid, block, shared bytes) to cut ``longest`` rows of each head into blocks."""
-        form = part, self.width, self.extras, self.capability
-        grid = (-(-longest // choose_tile(*form)[0]) * heads * self.launch.sequences,)
-        return grid, (THREADS,), shared_bytes(*form)
+        tile = choose_tile(part, self.width, self.extras, self.capability)
+        grid = (-(-longest // tile.own) * heads * self.launch.sequences,)
+        return grid, (tile.threads,), tile.shared_bytes
 
     def __call__(self, part, longest, heads, *args):
         grid, block, size = self.shape(part, longest, heads)
@@ -101,7 +116,7 @@ def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[
     tiles = _Tiles(launch, q, v)
     used = tiles.kernel("forward").resources(*tiles.shape("forward", launch.queries, launch.heads))
     tile = choose_tile("forward", tiles.width, tiles.extras, tiles.capability)
-    return {"tile": tile, **used}
+    return {"tile": (tile.own, tile.step), **used}
 
 
 def _delta(launch, tiles, out, dout, dlse, lse):
