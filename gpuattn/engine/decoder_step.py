@@ -25,8 +25,8 @@ SHARED_BYTES = 232448  # of a block: all that Hopper has
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
-SHARE_KEYS = {32: 256, 64: 256, 128: 128}  # head size -> keys that a block loads at a time
-MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # of keys; limits of the kernel
+SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
+MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 EMBED, LINEAR, ATTEND = range(3)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
@@ -144,8 +144,9 @@ class DecoderStep:
         self._barrier = xp.zeros(2, np.int32)
         scalar = ctype(like.dtype)
         self._run = kernel(
-            FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim
-        )
+            FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim,
+            SHARES=int(self.phases["split"].any()),
+        )  # fmt: skip
         self._pack = kernel(PACK, "pack_weights", scalar=scalar)
 
     def pack(self) -> None:
@@ -247,13 +248,12 @@ class DecoderStep:
 
         A block has one row and head at most, and their parts are the rows of a group of 8.
         """
-        keys, split = SHARE_KEYS[self.head_dim], 0
-        most = min(MOST_SHARES, SHARED_ROWS // self.count)
-        if heads * self.head_dim <= SHARED_WIDTH:
+        split, most = 0, min(MOST_SHARES, SHARED_ROWS // self.count)
+        if room > SHARED_ROOM and heads * self.head_dim <= SHARED_WIDTH:
             most = min(most, self.blocks // (self.count * heads))
-            while 2 << split <= most and keys << split < room:
+            while 2 << split <= most and SHARE_KEYS << split < room:
                 split += 1
-        return split, keys.bit_length() - 1
+        return split, SHARE_KEYS.bit_length() - 1
 
     def _linear(self, x, weight, bias, out, activation=None, residual=None):
         """Append ``out = activation(x weight^T + bias) + residual``; the two are Streams."""

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
     float* dout_tile = q_tile + STEP * PITCH;
     float* weights = dout_tile + STEP * PITCH;
 
-    const Place place = place_at(a.keys, OWN, a.heads / a.group);
+    const Place place = place_at(a, a.keys, OWN, a.heads / a.group);
     const Sequence s = sequence_at(a, place.number);
     const int kv_head = place.head, first = place.tile * OWN;
     if (first >= s.key_rows) return;
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
     float* v_tile = k_tile + STEP * PITCH;
     float* weights = v_tile + STEP * PITCH;
 
-    const Place place = place_at(a.queries, OWN, a.heads);
+    const Place place = place_at(a, a.queries, OWN, a.heads);
     const Sequence s = sequence_at(a, place.number);
     const int head = place.head, kv_head = head / a.group;
     const int first = ((a.queries + OWN - 1) / OWN - 1 - place.tile) * OWN;  // the last tiles have the most keys

@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_attention_fo
     float* v_tile = k_tile + (TILES - 1) * STEP * PITCH;  // one tile: the keys', then their values'
     float* weights = v_tile + STEP * PITCH;
 
-    // tiles at the end of a causal sequence have the most keys and go first
-    const Place place = place_at(a.queries, OWN, a.heads);
+    // tile 0 is the last of its sequence: with a causal mask it has the most keys
+    const Place place = place_at(a, a.queries, OWN, a.heads);
     const Sequence s = sequence_at(a, place.number);
     const int head = place.head, kv_head = head / a.group;
     const int first = ((a.queries + OWN - 1) / OWN - 1 - place.tile) * OWN;

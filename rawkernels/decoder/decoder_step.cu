@@ -5,8 +5,9 @@
 // it runs ahead of the others through all phases, as far as its ring of shared memory allows, so that a barrier does not
 // stop the stream of weights. Others copy the phases themselves and prefetch keys and values.
 //
-// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64
-// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128
+// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0
+// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128; SHARES = 0
+// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 1 (blocks share the keys of a row)
 // Launch:    grid = (multiprocessors, a multiple of 1 << shift,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
 //            cooperative: decoder_step
 // Arch: sm_90a

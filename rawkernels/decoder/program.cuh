@@ -108,7 +108,7 @@ __device__ int quotient(int x, float reciprocal_y) { return (x + 0.5f) * recipro
 struct Shares {
     int count, each;  // blocks; keys of a warp
 };
-__device__ int split_of(const Phase& phase) { return ROWS == 8 ? phase.split : 0; }
+__device__ int split_of(const Phase& phase) { return SHARES ? phase.split : 0; }
 __device__ int keys_of(const Phase& phase, int row, int sentence) {
     return min(max(phase.counts[phase.slots ? row : sentence], 1), phase.room);
 }

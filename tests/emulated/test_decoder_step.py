@@ -127,7 +127,8 @@ SHARES = {  # case, dtype, blocks, keys of a share at least, counts; logarithms 
 
 
 def share_keys(monkeypatch, keys):
-    monkeypatch.setattr(decoder_step, "SHARE_KEYS", dict.fromkeys((32, 64, 128), keys))
+    monkeypatch.setattr(decoder_step, "SHARED_ROOM", keys)
+    monkeypatch.setattr(decoder_step, "SHARE_KEYS", keys)
 
 
 @pytest.mark.parametrize("name", sampled(SHARES, 3))

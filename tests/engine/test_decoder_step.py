@@ -73,7 +73,9 @@ def check_launches(decoder, noted):
     pack, run = noted
     scalar = ("scalar", "f16")
     assert pack[1:] == ("pack_weights", (scalar,), (linears, 1, 1), (256, 1, 1), 0)
-    constants = (scalar, ("ROWS", decoder.group), ("HEAD_DIM", decoder.head_dim))
+    shares = int(any(phase["split"] for phase in decoder.phases))
+    own = {"ROWS": decoder.group, "HEAD_DIM": decoder.head_dim, "SHARES": shares}
+    constants = (scalar, *own.items())
     assert run[1:] == ("decoder_step", constants, (132, 1, 1), (384, 1, 1), 232448)
     ends = np.cumsum(-(-packed["outputs"] // 16))
     assert (packed["first"] == [0, *ends[:-1]]).all() and ends[-1] == len(decoder._owners)
@@ -93,16 +95,15 @@ def test_groups_of_rows(count, head_dim, group, shift):
 
 
 @pytest.mark.parametrize("count, heads, head_dim, room, split", [
-    (1, 12, 64, 256, 0), (1, 12, 64, 257, 1), (1, 12, 64, 1024, 2), (1, 12, 64, 8192, 3),
+    (1, 12, 64, 256, 0), (1, 12, 64, 257, 3), (1, 12, 64, 1024, 3), (1, 12, 64, 8192, 3),
     (2, 12, 64, 4096, 2), (3, 12, 64, 2048, 1), (4, 12, 64, 2048, 1), (5, 12, 64, 1024, 0),
     (4, 16, 64, 2048, 1), (4, 17, 64, 2048, 0), (1, 25, 64, 1024, 2), (1, 33, 64, 1024, 0),
-    (1, 16, 128, 256, 1), (1, 17, 128, 1024, 0), (1, 8, 32, 4096, 3), (16, 1, 64, 512, 0),
+    (1, 16, 128, 300, 3), (1, 17, 128, 1024, 0), (1, 8, 32, 4096, 3), (16, 1, 64, 512, 0),
 ])  # fmt: skip
 def test_blocks_that_share_keys(count, heads, head_dim, room, split):
-    """As few as can load the keys at a time, if there are idle blocks and columns."""
+    """In rooms of many keys, if there are idle blocks and columns."""
     step = SimpleNamespace(count=count, head_dim=head_dim, blocks=132)
-    keys = 7 if head_dim == 128 else 8
-    assert decoder_step.DecoderStep._split(step, heads, room) == (split, keys)
+    assert decoder_step.DecoderStep._split(step, heads, room) == (split, 6)
 
 
 REFUSALS = [  # settings of GPT-2, rows, room, dtype, GPU, what is said
@@ -259,7 +260,7 @@ def test_blocks_share_keys(gpu, counts, head_dim):
         unshared = search.decoder()
     assert not unshared.phases["split"].any()
     unshared.pack()
-    plain, least = unshared(), decoder_step.SHARE_KEYS[head_dim]
+    plain, least = unshared(), decoder_step.SHARE_KEYS
     for row, count in enumerate(counts):
         if count + 1 <= least:
             assert bits(plain[row]) == bits(found[row])

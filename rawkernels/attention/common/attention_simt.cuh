@@ -46,12 +46,15 @@ __device__ inline float row_reduce(float value, Op op) {
     return op(value, __shfl_xor_sync(~0u, value, lane_at(0, 4)));
 }
 
-// The block's tile of `rows` rows, its head and its sequence; sequences have at most `limit` rows.
+// The block's tile of `rows` rows, its head and its sequence; sequences have at most `limit` rows. With a causal mask tiles
+// differ in work: then tile 0 of all heads comes first. Else the tiles of a head are neighbours, which read the same.
 struct Place { int tile, head, number; };
 
-__device__ inline Place place_at(int limit, int rows, int heads) {
-    const int tiles = (limit + rows - 1) / rows, rest = blockIdx.x / tiles;
-    return {(int)blockIdx.x % tiles, rest % heads, rest / heads};
+__device__ inline Place place_at(const Attention& a, int limit, int rows, int heads) {
+    const int block = blockIdx.x, tiles = (limit + rows - 1) / rows, pairs = gridDim.x / tiles;
+    const bool unequal = a.right < a.keys;
+    const int tile = unequal ? block / pairs : block % tiles, rest = unequal ? block % pairs : block / tiles;
+    return {tile, rest % heads, rest / heads};
 }
 
 // Copies `count` rows (at most ROWS) of `width` columns and fills the rest of the tile with zeros. Read it after tiles_ready().
