@@ -22,6 +22,7 @@ from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import launches
 from gpuattn.cuda.scratch import workspace
+from gpuattn.gemm.bindings import bindings
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends on Hopper
 MOST_PLANS = 4096  # then evict all: more plans than this means that shapes never repeat
@@ -115,8 +116,7 @@ def _tf32(cupy: ModuleType) -> bool:
 def library() -> tuple[Any, str]:
     """Return (nvmath's bindings, "") or (None, why they cannot be loaded)."""
     try:
-        from nvmath.bindings import cublasLt
-
+        cublasLt = bindings()
         cublasLt.get_version()  # opens the library
     except (ImportError, RuntimeError, OSError) as error:
         return None, " ".join(str(error).split())

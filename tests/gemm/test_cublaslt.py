@@ -1,5 +1,6 @@
 """Plans for cuBLASLt, tested with a fake library that follows the descriptors; tuning."""
 
+import importlib.util
 import sys
 import threading
 
@@ -15,6 +16,7 @@ from gpuattn.autodiff.numpy import products
 from gpuattn.cuda import scratch
 from gpuattn.errors import SlowPathWarning
 from gpuattn.gemm import cublaslt, matmul, tuning
+from gpuattn.gemm.bindings import bindings
 
 M, K, N = 6, 33, 7
 REFUSED = "cuBLASLt planned this product but refuses to launch it"
@@ -353,3 +355,33 @@ def test_batch_invariant_products_are_not_split_or_tuned(fake, rng, monkeypatch,
     np.testing.assert_array_equal(found, a @ b)
     assert [p["REDUCTION_SCHEME_MASK"] for p in fake.preferences] == [2, 0]
     assert fake.ran == [0, 0] and len(cublaslt._plans) == 2
+
+
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_bindings_without_the_rest_of_nvmath(tmp_path, monkeypatch, needs_all):
+    """nvmath itself is imported only where its bindings need it, and whole for those who ask."""
+    inside = tmp_path / "nvmath" / "bindings"
+    inside.mkdir(parents=True)
+    (tmp_path / "nvmath" / "__init__.py").write_text("whole = True\nfrom nvmath import bindings\n")
+    (inside / "__init__.py").write_text("from nvmath.bindings import cublasLt\n")
+    text = "import nvmath\nassert nvmath.whole\n" if needs_all else ""
+    (inside / "cublasLt.py").write_text(text)
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvmath"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        found = bindings()
+        assert found.__name__ == "nvmath.bindings.cublasLt"
+        assert ("nvmath" in sys.modules) == needs_all
+        nvmath = importlib.import_module("nvmath")
+        assert nvmath.whole and nvmath.bindings.cublasLt is found
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "nvmath"]:
+            del sys.modules[name]
+
+
+def test_without_nvmath(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
+    with pytest.raises(ImportError, match="nvmath"):
+        bindings()
