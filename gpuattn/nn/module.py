@@ -64,7 +64,9 @@ class Module:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters as a list, each once."""
-        return [tensor for tensor in Tensors(self)() if tensor.requires_grad]
+        found: dict[int, Tensor] = {}
+        self._collect(found, [])
+        return [tensor for tensor in found.values() if tensor.requires_grad]
 
     def modules(self) -> Iterator[tuple[str, "Module"]]:
         """Yield (path, module) of this module and of all modules inside."""
