@@ -21,7 +21,7 @@ from gpuattn.engine import decoder_step
 from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
-from gpuattn.ops.attention.flash_attention import flash_attention
+from gpuattn.ops.attention.step_attention import memory_attention
 
 FILE, FOLD = "linear/row_linear.cu", "linear/fold_norm.cu"
 THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
@@ -233,12 +233,11 @@ class RowStep:
 
         counts = heads, kv_heads, kv_heads
         q, k, v = map(raw, split_heads(enter(own.qkv).reshape(self.rows, 1, -1), counts, size))
-        x = leave(raw(cache.attend(q, k, v)), own.out)
+        x = leave(raw(cache.attend(q, k, v, settled=True)), own.out)  # row_linear is before it
         if memory is not None:
             cross, (keys, values) = layer.cross_attention, memory
             q = enter(cross.q).reshape(len(keys), -1, cross.heads, cross.head_dim)
-            found = flash_attention(q, keys, values, key_lengths=self.lengths)
-            x = leave(raw(found), cross.out)
+            x = leave(raw(memory_attention(q, keys, values, self.lengths)), cross.out)
         return leave(enter(forward.inner), forward.out)
 
     def _linear(self, x, linear, residual=None):

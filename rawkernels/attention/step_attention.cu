@@ -1,4 +1,5 @@
-// Attention of one new token of each text over its cache; the kernel also appends the token's key and value.
+// Attention of one new token of each text over its cache; the kernel also appends the token's key and value. Or, with
+// MEMORY, over a memory of its sentence, to which nothing is appended.
 // The keys of a sentence are those of all its beams, each read once: with BEAMS the block lists the different rows of the
 // cache that its beams see, each with the columns that see it. A column is a beam and a head of the group of a KV head.
 // Logits are products of 16 keys (operand a) and 8 columns (operand b), outputs of values (operand a) and weights; both
@@ -6,23 +7,30 @@
 // w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
 // PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one. HEADS: KV heads
 // of a block, with WARPS each.
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1
-// Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1
-// Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4
+// MODE: APPEND waits for the kernel before it first. SETTLED: the kernel before writes neither caches, counts, slots nor
+// page table, and has itself waited when this one starts, so old keys are loaded beside it. MEMORY is SETTLED, too.
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1; MODE = 0
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1; MODE = 0
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1; MODE = 0
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4; MODE = 0
+// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 16; HEADS = 1; MODE = 1
+// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 1, 4; MODE = 1
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 2, 4; HEADS = 1; MODE = 2
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1; MODE = 0
+// Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1; MODE = 0
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1; MODE = 0
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4; MODE = 0
 // Launch:    grid = (sentences * kv_heads / HEADS, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS * HEADS,),
 //            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). HEADS KV heads of a sentence per block.
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+#include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/math.cuh"
 #include "common/mma_sync.cuh"
 #include "common/tile.cuh"
 
+enum { APPEND, SETTLED, MEMORY };
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
 // Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
 // The same instructions take more registers on some architectures.
@@ -39,6 +47,7 @@ constexpr int WORDS = HEAD_DIM / 16;                      // pairs of elements o
 constexpr int RUN = HEAD_DIM == 32 ? 4 : 8;               // elements of them that are adjacent
 constexpr int PITCH = HEAD_DIM / 2 + 4;                   // pairs of elements from column to column
 constexpr int KEYS = PAGE ? PAGE : 1;                     // of a page, a divisor that is never 0
+constexpr bool APPENDS = MODE != MEMORY;
 constexpr u32 ROW = 0xffffff;                             // of an entry of the list; above it: a bit for each column
 
 // Keys and values of a row are read once a step: they leave the caches first. Pages may be those of other texts, too.
@@ -126,9 +135,9 @@ struct Columns {
     }
 };
 
-// Lists the rows of the cache that the columns see: first the new key of each beam, then older ones in their order, each
-// row once. Returns how many, and in `count` the number of keys of a beam. Ends with a barrier. The first slots are loaded
-// before the number of keys is known.
+// Lists the rows of the cache that the columns see: old keys in their order, each row once, then the new key of each beam.
+// Returns how many, and in `count` the number of keys of a beam. Ends with a barrier. The first slots are loaded before the
+// number of keys is known.
 __device__ int list_rows(u32* list, const Columns& columns, const short* slots, const int* key_count, int room, int& count) {
     __shared__ int totals[THREADS / 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = columns.beam(0);
@@ -141,11 +150,7 @@ __device__ int list_rows(u32* list, const Columns& columns, const short* slots, 
     };
     load_holders(threadIdx.x);
     count = min(max(*key_count, 1), room);
-    if (threadIdx.x < beams) {
-        const int beam = first + threadIdx.x;
-        list[threadIdx.x] = (u32)(beam * room + count - 1) | columns.of(beam) << 24;
-    }
-    int filled = beams;
+    int filled = 0;
     for (int start = 0; start < count - 1; start += THREADS) {
         const int key = start + threadIdx.x;
         if (start) load_holders(key);
@@ -184,17 +189,21 @@ __device__ int list_rows(u32* list, const Columns& columns, const short* slots, 
         for (int i = 0; i < COLUMNS; ++i)
             if (seen[i]) list[before++] = (u32)(holder[i] * room + key) | seen[i] << 24;
     }
+    if (threadIdx.x < beams) {
+        const int beam = first + threadIdx.x;
+        list[filled + threadIdx.x] = (u32)(beam * room + count - 1) | columns.of(beam) << 24;
+    }
     __syncthreads();
-    return filled;
+    return filled + beams;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_attention(
     const scalar* q,          // (rows, heads, HEAD_DIM), rows q_stride elements apart
-    const scalar* k,          // (rows, kv_heads, HEAD_DIM), rows kv_stride elements apart
+    const scalar* k,          // (rows, kv_heads, HEAD_DIM), rows kv_stride elements apart; null with MEMORY
     const scalar* v,
-    scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM), or (pages, PAGE, kv_heads, HEAD_DIM)
-    scalar* v_cache,
-    const int* key_counts,    // (rows,): number of keys, the new one included, which is the last
+    scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM), or (pages, PAGE, kv_heads, HEAD_DIM); a memory:
+    scalar* v_cache,          // (sentences, room, kv_heads, HEAD_DIM)
+    const int* key_counts,    // (rows,): number of keys, the new one included, which is the last; (sentences,) with MEMORY
     const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key; with BEAMS
     const int* page_table,    // (rows, room / PAGE): the pages of a row, in the order of its keys; with PAGE
     scalar* out,              // (rows, heads, HEAD_DIM)
@@ -206,7 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     int beam,
     int room,
     float scale) {
-    grid_dependency_wait();
+    // The next launch may start once this one has nothing but started blocks; it loads its weights beside them.
+    const auto wait = [&] { grid_dependency_wait(), grid_launch_dependents(); };
+    if (MODE == APPEND) wait();
     extern __shared__ __align__(16) u32 list[];
     __shared__ float tops[HEADS * WARPS * COLUMNS];
     __shared__ float sums[HEADS * WARPS * COLUMNS];
@@ -218,12 +229,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     const int key_stride = kv_heads * HEAD_DIM;
     const int group = heads / kv_heads, first_column = blockIdx.y * COLUMNS;
     const Columns columns = {first_column, min(COLUMNS, beam * group - first_column), group};
-    k += first_row * k_stride + kv_head * HEAD_DIM, v += first_row * v_stride + kv_head * HEAD_DIM;
+    const long long first_count = APPENDS ? first_row : sentence;
+    if (APPENDS) k += first_row * k_stride + kv_head * HEAD_DIM, v += first_row * v_stride + kv_head * HEAD_DIM;
     k_cache += kv_head * HEAD_DIM, v_cache += kv_head * HEAD_DIM;
     if (PAGE) {
         page_table += first_row * (room / KEYS);
     } else {
-        k_cache += first_row * room * key_stride, v_cache += first_row * room * key_stride;
+        k_cache += first_count * room * key_stride, v_cache += first_count * room * key_stride;
     }
 
     uint4 query[PARTS] = {};
@@ -236,19 +248,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     };
     const int first_beam = columns.beam(0), beams = columns.beam(columns.count - 1) - first_beam + 1;
 
-    uint4 keys[2][PARTS];
-    u32 values[4][WORDS], seen[2];
-    // Loads group `now` of `items`, of which the last, or with BEAMS the first ones, are new. Items past the last one are
-    // the last, which no column sees there.
-    const auto fetch = [&](int now, int items) {
-        const int page = PAGE ? page_table[now * GROUP / KEYS] : 0;
+    uint4 keys[2][PARTS] = {};
+    u32 values[4][WORDS] = {}, seen[2];
+    // Loads group `now` of `items`, of which the last ones are new, one for each beam: all, only old or only new ones. Items
+    // past the last one are the last, which no column sees there.
+    const auto fetch = [&](int now, int items, bool old = true, bool fresh = APPENDS) {
+        const int page = PAGE && old ? page_table[now * GROUP / KEYS] : 0;
         const scalar *key, *value;
+        bool wanted;
         const auto find = [&](int inside) {
             const int item = min(now * GROUP + inside, items - 1);
             const u32 entry = BEAMS ? list[item] : item;
             const int row = BEAMS ? entry & ROW : PAGE ? page * PAGE + item % KEYS : item;
-            const bool is_new = BEAMS ? item < beams : item == items - 1;
-            const int from = BEAMS ? first_beam + item : 0;
+            const int newest = item - items + (BEAMS ? beams : 1);
+            const bool is_new = APPENDS && newest >= 0;
+            wanted = is_new ? fresh : old;
+            const int from = BEAMS ? first_beam + newest : 0;
             key = is_new ? k + from * k_stride : k_cache + (long long)row * key_stride;
             value = is_new ? v + from * v_stride : v_cache + (long long)row * key_stride;
             return entry >> 24;
@@ -259,27 +274,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
             const u32 columns_seeing = find(inside);
             seen[half] = now * GROUP + inside >= items ? 0 : BEAMS ? columns_seeing >> 2 * t : 3;
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) keys[half][p] = load<uint4>(key + 32 * p + 8 * t);
+            for (int p = 0; p < PARTS; ++p)
+                if (wanted) keys[half][p] = load<uint4>(key + 32 * p + 8 * t);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             find(i / 2 * 8 + 2 * t + i % 2);
-            load_value(values[i], value + RUN * g);
+            if (wanted) load_value(values[i], value + RUN * g);
         }
     };
-    // Groups of the first half of the room are loaded before the number of keys is known; again, if the new key is there.
-    const bool early = !BEAMS && !PAGE && 2 * (warp + 1) * GROUP <= room;
-    if (early) fetch(warp, room + 1);
     int count, items;
-    if (BEAMS) {
-        items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
+    bool loaded;
+    if (MODE == APPEND) {
+        // Groups of the first half of the room are loaded before the number of keys is known; again, if the new key is there.
+        const bool early = !BEAMS && !PAGE && 2 * (warp + 1) * GROUP <= room;
+        if (early) fetch(warp, room + 1);
+        if (BEAMS) items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
         load_query();
+        if (!BEAMS) items = count = min(max(key_counts[first_row], 1), room);
+        loaded = early && (warp + 1) * GROUP < count;
     } else {
+        if (BEAMS) items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
+        else items = count = min(max(key_counts[first_count], 1), room);
+        // With beams a group with new keys is loaded later as a whole, and with several heads no group is, only fetched to
+        // L2: there are no registers for more.
+        loaded = HEADS == 1 && (BEAMS ? (warp + 1) * GROUP <= items - beams : warp * GROUP < items);
+        if (loaded) fetch(warp, items, true, false);
+        if (HEADS > 1) {
+            const int item = warp * GROUP + lane % GROUP;
+            const scalar* cache = lane < GROUP ? k_cache : v_cache;
+            if (item < items - beams) prefetch_line(cache + (long long)(list[item] & ROW) * key_stride);
+        }
+        wait();
         load_query();
-        items = count = min(max(key_counts[first_row], 1), room);
+        if (APPENDS && !BEAMS && loaded) fetch(warp, items, false, true);
     }
     const int groups = (items + GROUP - 1) / GROUP;
-    bool loaded = early && (warp + 1) * GROUP < count;
 
     float acc[WORDS][4] = {}, top[2] = {NEG_INF, NEG_INF}, sum[2] = {};
     scale *= LOG2E;
@@ -342,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
 
     // ---- the new keys and values, of the beams whose first column is here
     constexpr int VECTORS = HEAD_DIM / 8;
-    for (int i = threadIdx.x % TEAM; i < beams * 2 * VECTORS; i += TEAM) {
+    for (int i = threadIdx.x % TEAM; APPENDS && i < beams * 2 * VECTORS; i += TEAM) {
         const int from = first_beam + i / (2 * VECTORS), column = i % VECTORS * 8;
         if (from * group < first_column) continue;
         const int last = PAGE ? page_table[(count - 1) / KEYS] * PAGE + (count - 1) % KEYS : from * room + count - 1;

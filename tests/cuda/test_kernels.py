@@ -32,7 +32,8 @@ LIBRARY = {
     "fold_norm",
 }  # other ops do it on other GPUs
 
-AHEAD = {"row_linear"}  # kernels that load weights before they wait: see the header
+# kernels that may load before they wait, see the headers, and how often their text waits
+AHEAD = {"row_linear": 3, "step_attention": 1}
 
 SPILLED = {
     "attention/flash_attention_forward_ampere.cu": {
@@ -47,7 +48,7 @@ SPILLED = {
         "sm_121": 4,
     },
     "attention/decode_attention.cu": {"sm_75": 12, "sm_120": 4, "sm_121": 4},
-    "attention/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 56},
+    "attention/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 60},
     "decoder/decoder_step.cu": {"sm_90a": 4},
 }  # fmt: skip
 """Bytes that a thread may spill, by architecture: at head size 128, dropout's random words need
@@ -139,13 +140,11 @@ def test_only_a_first_statement_counts():
 def test_the_header_lists_the_kernels_whose_first_statement_waits(file):
     text = (kernels.ROOT / file).read_text()
     waiting = {name for name in kernels.signatures(file) if waits_first(text, name)}
-    ahead = AHEAD & set(kernels.signatures(file))
+    ahead = AHEAD.keys() & set(kernels.signatures(file))
     assert kernels.dependent_kernels(file) == waiting | ahead
     calls = kernels._without_comments(file).count("grid_dependency_wait()")
-    if ahead:
-        assert calls == 3, "each role of the kernel's threads waits"
-        return
-    assert calls == len(waiting), "a wait that is not a kernel's first statement"
+    wanted = len(waiting) + sum(AHEAD[name] for name in ahead)
+    assert calls == wanted, "a wait that is not a kernel's first statement"
 
 
 def test_dependent_kernels_are_read_from_the_launch_lines_alone(tmp_path, monkeypatch):

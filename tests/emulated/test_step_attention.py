@@ -7,6 +7,7 @@ from checks import sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.ops.attention import step_attention as steps
+from gpuattn.ops.attention.flash_attention import flash_attention
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 CASES = [  # rows, beam (0: pages), pages of a row, heads, kv_heads, head_dim, dtype
@@ -33,8 +34,9 @@ def hide_unread(caches, counts, slots, table):
         cache[~read] = np.nan
 
 
+@pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("rows, beam, pages, heads, kv_heads, head_dim, dtype", sampled(CASES, 2))
-def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
+def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype, settled):
     rng, room = np.random.default_rng(rows), 64 * pages
     parts = rng.standard_normal((rows, 1, heads + 2 * kv_heads, head_dim)).astype(dtype)
     q, k, v = np.split(parts, [heads, heads + kv_heads], 2)
@@ -58,10 +60,10 @@ def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
     given = q, k, v, *caches, counts, slots, table
     want = given[:3] + tuple(x.astype(np.float32) for x in given[3:5]) + given[5:]
     want = [x.astype(np.float32) if i < 3 else x for i, x in enumerate(want)]
-    expected, _ = steps._forward_by_two(*want, needs=())
+    expected, _ = steps._forward_by_two(*want, settled=settled, needs=())
     machine = emulator.Machine(seed=rows)
     with machine.in_place():
-        found, _ = steps._forward_raw(*map(emulator.as_array, given), needs=())
+        found, _ = steps._forward_raw(*map(emulator.as_array, given), settled=settled, needs=())
     found = np.asarray(found).astype(np.float32)
     tolerance = 2e-2 if dtype == BFLOAT16 else 2e-3
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
@@ -70,8 +72,8 @@ def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_values_of_one_beam(value, kv_heads):
+@pytest.mark.parametrize("kv_heads, settled", [(1, False), (4, True)])
+def test_values_of_one_beam(value, kv_heads, settled):
     """They are seen by that beam alone, old or new: the results of the others are the same bits."""
     rng, beam, room, count = np.random.default_rng(0), 4, 64, 38
     parts = rng.standard_normal((2 * beam, 1, 3 * kv_heads, 64)).astype(BFLOAT16)
@@ -88,9 +90,38 @@ def test_values_of_one_beam(value, kv_heads):
             values, row, key = place
             given[2 if values is v else 4][row, key] = value
         with emulator.Machine(seed=0).in_place():
-            found, _ = steps._forward_raw(*map(emulator.as_array, given), needs=())
+            found, _ = steps._forward_raw(*map(emulator.as_array, given), settled=settled, needs=())
         results.append(np.asarray(found).astype(np.float32))
     for row, found in (3, results[1]), (5, results[2]):
         others = np.arange(2 * beam) != row
         np.testing.assert_array_equal(found[others], results[0][others])
         assert not np.isfinite(found[row]).any()
+
+
+MEMORIES = [  # sentences, beam, room, heads, kv_heads, head_dim, dtype
+    (3, 4, 32, 2, 2, 64, BFLOAT16), (2, 1, 96, 4, 2, 64, np.float16),
+    (2, 3, 40, 4, 1, 32, BFLOAT16),
+    (1, 9, 17, 2, 2, 128, np.float16), (5, 2, 200, 1, 1, 64, BFLOAT16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sentences, beam, room, heads, kv_heads, head_dim, dtype", sampled(MEMORIES, 2)
+)
+def test_memory_attention(sentences, beam, room, heads, kv_heads, head_dim, dtype, monkeypatch):
+    """All beams of a sentence see its memory, and no key past its end."""
+    rng = np.random.default_rng(sentences)
+    q = rng.standard_normal((sentences, beam, heads, head_dim)).astype(dtype)
+    k, v = rng.standard_normal((2, sentences, room, kv_heads, head_dim)).astype(dtype)
+    lengths = rng.integers(1, room + 1, sentences).astype(np.int32)
+    lengths[0] = room
+    for x in k, v:
+        x[np.arange(room) >= lengths[:, None]] = np.nan
+    wide = [np.nan_to_num(x.astype(np.float32)) for x in (q, k, v)]
+    expected = flash_attention(*wide, key_lengths=lengths)
+    monkeypatch.setattr(steps, "flash_attention", None)  # the kernel takes them all
+    with emulator.Machine(seed=0).in_place():
+        found = steps.memory_attention(*map(emulator.as_array, (q, k, v, lengths)))
+    tolerance = 2e-2 if dtype == BFLOAT16 else 2e-3
+    found = np.asarray(found).astype(np.float32)
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)

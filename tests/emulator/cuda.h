@@ -276,6 +276,7 @@ void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_mu
 void cp_async_bulk_tensor_4d_global_shared_cta_bulk_group(
     const void* map, int column, int row, int head, int batch, u32 src);
 inline void prefetch_tensormap(const void*) {}
+inline void prefetch_global_L2(const void*) {}
 void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, const void* src, u32 bytes, u32 bar);
 void cp_async_bulk_prefetch_L2_global(const void* src, u32 bytes);
 void cp_async_bulk_global_shared_cta_bulk_group(void* dst, u32 src, u32 bytes);

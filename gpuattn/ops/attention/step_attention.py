@@ -1,4 +1,4 @@
-"""Attention of one new token of each text over a cache that its keys and values join.
+"""Attention of one new token of each text, over a cache that its keys and values join.
 
 It is ``append_kv`` and ``decode_attention`` in one launch, for short texts: a block for each KV
 head of a sentence, and no splits to combine. Device code:
@@ -18,20 +18,22 @@ from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.attention.append_kv import append_kv
 from gpuattn.ops.attention.decode_attention import decode_attention
+from gpuattn.ops.attention.flash_attention import flash_attention
 from gpuattn.typing import Array
 
-NAME = "step_attention"
+NAME, FILE = "step_attention", "attention/step_attention.cu"
 COLUMNS = 8  # of a block: pairs of a beam and a head
 HEAD_DIMS = 32, 64, 128
 PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
 BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
+APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
 
 
 @op
 def step_attention(
     q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, key_counts: Any, slots: Any = None, *,
-    page_table: Any = None, impl: str | None = None,
+    page_table: Any = None, settled: bool = False, impl: str | None = None,
 ) -> Call[Array]:  # fmt: skip
     """Store k and v as the last keys and values of their texts; return the attention of ``q``.
 
@@ -41,8 +43,10 @@ def step_attention(
     b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. Or, instead of
     ``slots``, ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D), page a
     multiple of 16, and key j of row n is in row j % page of page ``page_table[n, j // page]``; rows
-    may share pages, but that of a new key is written. Returns (N, 1, H, D). Raises ValueError for
-    shapes that do not fit, TypeError for dtypes. There is no gradient.
+    may share pages, but that of a new key is written. ``settled``: the launch before this one
+    writes neither the caches nor ``key_counts``, ``slots`` or ``page_table``, so they may be read
+    beside it. Returns (N, 1, H, D). Raises ValueError for shapes that do not fit, TypeError for
+    dtypes. There is no gradient.
     """
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     tables = {"slots": slots, "page_table": page_table}
@@ -69,13 +73,14 @@ def step_attention(
     if heads % kv_heads:
         accepted = f"a multiple of the {kv_heads} heads of k and v"
         raise ValueError(problem(NAME, "the number of heads of q", heads, accepted))
-    return Call(IMPLS, (q, k, v, k_cache, v_cache, key_counts, slots, page_table), impl)
+    inputs = q, k, v, k_cache, v_cache, key_counts, slots, page_table
+    return Call(IMPLS, inputs, impl, settled=settled)
 
 
 # ---- by two ops ---------------------------------------------------------------------------------
 
 
-def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
+def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
     append_kv(k_cache, v_cache, k, v, key_counts - 1, page_table=page_table)
     return decode_attention(
         q, k_cache, v_cache, key_counts, slots=slots, page_table=page_table,
@@ -86,7 +91,7 @@ def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *,
 # ---- raw: rawkernels/attention/step_attention.cu ------------------------------------------------
 
 
-def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
+def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
     if reason := kernel_refusal(q, "q"):
         return reason
     if q.itemsize != 2:
@@ -133,7 +138,7 @@ def _warps_and_heads(blocks, kv_heads, head_dim, beam, room, multiprocessors):
     return 4, 1
 
 
-def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
+def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
     rows, _, heads, head_dim = q.shape
     out = arrays.empty(q, q.shape)
     steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
@@ -147,13 +152,37 @@ def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, ne
         blocks * columns, kv_heads, head_dim, beam, room, gpu(q.device.id).multiprocessors
     )
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page, "WARPS": warps}
-    constants |= {"BEAMS": int(beam > 1), "HEADS": shared}
-    kernel("attention/step_attention.cu", NAME, **constants)(
+    constants |= {"BEAMS": int(beam > 1), "HEADS": shared, "MODE": SETTLED if settled else APPEND}
+    kernel(FILE, NAME, **constants)(
         (blocks // shared, columns), (32 * warps * shared,), q, k, v, k_cache, v_cache, key_counts,
         slots, page_table, out, *steps, heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
         shared_bytes=4 * room * min(beam, COLUMNS) if beam > 1 else 0,
     )  # fmt: skip
     return out, None
+
+
+def memory_attention(q: Any, k: Any, v: Any, key_lengths: Any) -> Any:
+    """Return the attention of the queries of a step over memories that no step changes.
+
+    ``q``: (N, K, H, D), K beams of each of N sentences; ``k``, ``v``: (N, S, Hk, D), contiguous;
+    ``key_lengths``: int32 (N,), 1 to S. The launch before this one must not write keys, values or
+    lengths: they are read beside it. Returns (N, K, H, D). Where the kernel does not take them, by
+    ``flash_attention``.
+    """
+    sentences, beam, heads, head_dim = q.shape
+    room, kv_heads = k.shape[1:3]
+    taken = q.itemsize == 2 and head_dim in HEAD_DIMS and kernel_refusal(q, "q") is None
+    taken = taken and all(x.flags.c_contiguous for x in (q, k, v)) and room <= SHORT_ROOM
+    if not taken or tensor_core_refusal(q.device.id, q.dtype):
+        return flash_attention(q, k, v, key_lengths=key_lengths)
+    out, step, warps = arrays.empty(q, q.shape), heads * head_dim, 2 if room <= 32 else 4
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": 0, "WARPS": warps}
+    kernel(FILE, NAME, **constants, BEAMS=0, HEADS=1, MODE=MEMORY)(
+        (sentences * kv_heads, -(-beam * heads // kv_heads // COLUMNS)), (32 * warps,), q, None,
+        None, k, v, key_lengths, None, None, out, step, 0, 0, heads, kv_heads, beam, room,
+        np.float32(head_dim**-0.5), shared_bytes=0,
+    )  # fmt: skip
+    return out
 
 
 IMPLS = Impls(
