@@ -162,26 +162,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
 
     // From the last query tile, which all tiles of keys that run together see under a causal mask, to the first; all heads of
     // the group for each: no tile waits long for those before it, whose parts of dq come first.
-    const int tiles = max(0, end - begin + STEP - 1) / STEP, steps = tiles * a.group;
-    const auto head_of = [&](int step) { return kv_head * a.group + step % a.group; };
-    const auto query_of = [&](int step) { return begin + (tiles - 1 - step / a.group) * STEP; };
-    const auto load_queries = [&](int step) {
-        const int i = query_of(step);
-        const scalar* rows = rows_of(q, a.q, s.number, s.first_query + i, head_of(step));
+    int i = begin + (max(0, end - begin + STEP - 1) / STEP - 1) * STEP, member = 0;  // of the group; no queries: i < begin
+    const auto load_queries = [&](int i, int member) {
+        const scalar* rows = rows_of(q, a.q, s.number, s.first_query + i, kv_head * a.group + member);
         load_tile<STEP>(q_tile, rows, a.q, s.queries - i, a.head_dim);
     };
-    const auto turn_of = [&](int step) {
-        const int in_head = (a.queries + STEP - 1) / STEP;
-        return turns + 1 + ((long long)s.number * a.heads + head_of(step)) * in_head + query_of(step) / STEP;
+    const auto turn_of = [&](int i, int member) {
+        const int tiles = (a.queries + STEP - 1) / STEP, head = kv_head * a.group + member;
+        return turns + 1 + ((long long)s.number * a.heads + head) * tiles + i / STEP;
     };
-    if (steps > 0) load_queries(0);
+    const auto end_turn = [&](int i, int member) {  // of the step before this one, whose parts of dq all threads have added
+        if (IN_TURN && threadIdx.x == 0)
+            increment_release(member > 0 ? turn_of(i, member - 1) : turn_of(i + STEP, a.group - 1));
+    };
+    const bool any = i >= begin;
+    if (any) load_queries(i, 0);
 
     float dk_sum[R][WIDTH] = {}, dv_sum[R][WIDTH] = {};
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        const int i = query_of(step), head = head_of(step);
+    for (bool later = false; i >= begin; later = true) {
+        const int head = kv_head * a.group + member;
         tiles_ready();
-        if (IN_TURN && step > 0 && threadIdx.x == 0) increment_release(turn_of(step - 1));
+        if (later) end_turn(i, member);
         load_tile<STEP>(dout_tile, rows_of(dout, a.dout, s.number, s.first_query + i, head), a.dout, s.queries - i, a.value_dim);
 
         const Position<true> at = {i + lane_step(), j};
@@ -195,7 +197,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         if (IN_DOUT) __syncthreads();
         add_product<HOLDERS>(ds, ds_weights, q_tile, dk_sum);
         __syncthreads();
-        if (step + 1 < steps) load_queries(step + 1);
+        const bool wraps = member + 1 == a.group;
+        const int next = wraps ? i - STEP : i, next_member = wraps ? 0 : member + 1;
+        if (next >= begin) load_queries(next, next_member);
 
         const int thread = opaque((int)threadIdx.x);
         const QueryLane lane(thread);
@@ -204,16 +208,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         if constexpr (PARTS > 1) exchange(thread, lane.warp, weights + WEIGHTS, dq_sum);
         if (IN_TURN) {
             // before this tile come those from the first one that queries of this step see
-            if (thread % 32 == 0) wait_for_count(turn_of(step), place.tile - max(0, i + s.offset - a.left) / OWN);
+            if (thread % 32 == 0) wait_for_count(turn_of(i, member), place.tile - max(0, i + s.offset - a.left) / OWN);
             __syncwarp();
         }
         const int query = i + lane.query;
         float* row = dq + s.number * a.dq.batch + (s.first_query + query) * a.dq.row + head * a.dq.head;
         add_queries(a, lane, row, s.queries - query, dq_sum);
+        i = next, member = next_member;
     }
-    if (IN_TURN && steps > 0) {
+    if (IN_TURN && any) {
         __syncthreads();
-        if (threadIdx.x == 0) increment_release(turn_of(steps - 1));
+        end_turn(i, member);
     }
 
     const Sequence again = sequence_at(a, opaque(s.number));  // computed again, to free registers
