@@ -54,29 +54,38 @@ __device__ inline void multiply_queries(const QueryLane& lane, const float* weig
     const float* other = from + (lane.part == 0 ? 4 : -4) * HOLDER;
 #pragma unroll
     for (int e = 0; e < 8 * N; ++e) sum[e / 4 / N][e / 4 % N][e % 4] = 0.f;
+    float4 weight[2 * N], first;  // of the next four keys
+    const auto load = [&](int ahead, int row) {
+        first = *(const float4*)(rows + row * PITCH);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            weight[n] = *(const float4*)(from + n * 4 * R + ahead);
+            weight[N + n] = *(const float4*)(other + n * 4 * R + ahead);
+        }
+    };
 #pragma unroll 1
     for (int group = 0; group < GROUPS; ++group) {
+        load(0, 0);
 #pragma unroll 1
         for (int down = 0; down < 4; ++down, from += R, other += R, rows += PITCH) {  // R keys, 4 apart
 #pragma unroll
             for (int r = 0; r < R; r += 4) {
-                float4 weight[2 * N];
+                float4 now[2 * N], y[4] = {first};
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    weight[n] = *(const float4*)(from + n * 4 * R + r);
-                    weight[N + n] = *(const float4*)(other + n * 4 * R + r);
-                }
+                for (int e = 1; e < 4; ++e) y[e] = *(const float4*)(rows + 4 * (r + e) * PITCH);
+#pragma unroll
+                for (int m = 0; m < 2 * N; ++m) now[m] = weight[m];
+                load(r + 4, r + 4 < R ? 4 * (r + 4) : 1);  // at the end of a group in vain
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const float4 y = *(const float4*)(rows + 4 * (r + e) * PITCH);
 #pragma unroll
                     for (int m = 0; m < 2 * N; ++m) {
-                        const float w = e == 0 ? weight[m].x : e == 1 ? weight[m].y : e == 2 ? weight[m].z : weight[m].w;
+                        const float w = e == 0 ? now[m].x : e == 1 ? now[m].y : e == 2 ? now[m].z : now[m].w;
                         float(&to)[4] = sum[m / N][m % N];
-                        to[0] += w * y.x;
-                        to[1] += w * y.y;
-                        to[2] += w * y.z;
-                        to[3] += w * y.w;
+                        to[0] += w * y[e].x;
+                        to[1] += w * y[e].y;
+                        to[2] += w * y[e].z;
+                        to[3] += w * y[e].w;
                     }
                 }
             }
