@@ -1,5 +1,5 @@
 // The gradient of attention in float32 on CUDA cores, without atomics: delta, then dk and dv by key tiles, then dq by query
-// tiles.
+// tiles. In one launch: flash_attention_backward_simt_whole.cu.
 // Constants: scalar = float; HEAD_DIM = 32, 64, 128, 256; EXTRAS = false, true
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
 //   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)

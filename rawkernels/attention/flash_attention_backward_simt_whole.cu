@@ -1,5 +1,5 @@
 // The gradient of attention in float32 on CUDA cores with five products instead of seven: delta, then dk and dv by key tiles,
-// which also add their part of dq to global memory.
+// which also add their part of dq to global memory. Notes: notes/cuda-cores.md.
 // Constants: scalar = float; HEAD_DIM = 64, 128; EXTRAS = false, true; IN_TURN = true (dq summed in the order of the tiles)
 //   (both head sizes rounded up; EXTRAS: softcap, bias without a gradient, slopes or dropout)
 // Launch:    rows: grid = (max(1, ceil(rows * heads / 4)),), block = (128,), one warp per row and head
