@@ -30,6 +30,7 @@ FILES = {
     **dict.fromkeys(("whole", "whole_rows"), "attention/flash_attention_backward_simt_whole.cu"),
 }
 WHOLE_WIDTHS = (64, 128)  # of WIDTHS, those of the gradient in one launch
+MAX_TURNS = 1 << 24  # counters of query tiles: a max_seqlen_q far from the lengths asks for many
 IN_TURN = True  # whether that launch sums dq in the order of the tiles
 
 
@@ -142,6 +143,7 @@ def whole(tiles: "_Tiles", needs: tuple) -> bool:
     Float32 alone, as it adds to dq. The gradient of a bias is stored by the launch of dq.
     """
     served = tiles.capability in ROOMY and tiles.scalar == "float" and tiles.width in WHOLE_WIDTHS
+    served = served and tiles.query_tiles("whole") <= MAX_TURNS
     return served and needs[0] and (needs[1] or needs[2]) and not needs[3]
 
 
