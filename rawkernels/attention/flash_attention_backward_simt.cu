@@ -1,5 +1,5 @@
 // The gradient of attention in float32 on CUDA cores, without atomics: delta, then dk and dv by key tiles, then dq by query
-// tiles.
+// tiles. In one launch: flash_attention_backward_simt_whole.cu.
 // Constants: scalar = float; HEAD_DIM = 32, 64, 128, 256; EXTRAS = false, true
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
 //   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)
@@ -7,18 +7,7 @@
 //            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
 //            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
-static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward_simt.cu: HEAD_DIM is 32 .. 256");
-#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100  // a multiprocessor has 228 KiB of shared memory
-constexpr int SPLIT = HEAD_DIM == 128 ? 2 : 1, HELD = 8;
-constexpr int R = HEAD_DIM > 128 ? 2 : HEAD_DIM <= 64 && EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;
-#elif __CUDA_ARCH__ >= 800
-constexpr int SPLIT = 1, HELD = 0, R = HEAD_DIM > 128 ? 2 : HEAD_DIM > 64 || EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;
-#else  // a block has 64 KiB of shared memory
-constexpr int SPLIT = 1, HELD = 0, R = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : HEAD_DIM > 32 || EXTRAS ? 4 : 8;
-constexpr int N = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 4;
-#endif
-#include "attention/common/attention_simt.cuh"
-#include "common/reduce.cuh"
+#include "attention/common/attention_backward_simt.cuh"
 
 constexpr int SHARED_BYTES = 4 * (2 * (OWN + STEP) * PITCH + WEIGHTS);
 
@@ -30,28 +19,7 @@ extern "C" __global__ void __launch_bounds__(128) flash_attention_delta(
     const float* __restrict__ dlse,   // like delta, or null
     float* __restrict__ delta,        // (B, H, T), or (H, tokens)
     long long rows) {                 // B * T, or tokens
-    const long long task = blockIdx.x * 4LL + threadIdx.x / 32;
-    if (task >= rows * a.heads) return;
-    const long long row = task / a.heads, number = row / a.lse_head, at = row % a.lse_head;
-    const int head = (int)(task % a.heads), lane = threadIdx.x % 32;
-    out += number * a.out.batch + at * a.out.row + head * a.out.head;
-    dout += number * a.dout.batch + at * a.dout.row + head * a.dout.head;
-    float sum = 0.f;
-    for (int c = lane; c < a.value_dim; c += 32)
-        sum += (float)out[c * a.out.column] * (float)dout[c * a.dout.column];
-    sum = warp_reduce(sum, Sum{});
-    const long long e = number * a.lse_batch + head * a.lse_head + at;
-    if (lane == 0) delta[e] = dlse ? sum - dlse[e] : sum;
-}
-
-// A row's values for p and ds; a row without keys, or past the end, gets p = 0.
-struct RowStats { float lse, delta; };  // lse: times log2(e)
-
-__device__ inline RowStats row_stats(const Attention& a, const Sequence& s, int head, int i, const float* lse,
-                                     const float* delta) {
-    if (i >= s.queries) return {INF, 0.f};
-    const long long e = s.number * a.lse_batch + head * a.lse_head + s.first_query + i;
-    return {lse[e] == NEG_INF ? INF : lse[e] * LOG2E, delta[e]};
+    write_delta(a, out, dout, dlse, delta, rows);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention_dkv(
@@ -108,22 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         multiply(v_tile + own * PITCH, dout_tile + lane_step() * PITCH, ds);
         tiles_ready();
         multiply(k_tile + own * PITCH, q_tile + lane_step() * PITCH, p);
-        RowStats stats[N];
-#pragma unroll
-        for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
-        unsigned long long kept = 0;
-        const bool drops = EXTRAS && a.query_words;
-        if (drops) apply_dropout(a, kept = sample_kept<true>(a, s, head, at), ds);
-#pragma unroll
-        for (int e = 0; e < R * N; ++e) ds[e / N][e % N] -= stats[e % N].delta;
-        apply_logits(a, s, head, at, i >= unmasked_begin && i + STEP <= unmasked_end, p, ds);
-#pragma unroll
-        for (int e = 0; e < R * N; ++e) {
-            const int r = e / N, n = e % N;
-            p[r][n] = exp2_fast(p[r][n] - stats[n].lse);
-            ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * ds[r][n];
-        }
-        if (drops) apply_dropout(a, kept, p);
+        const bool unmasked = i >= unmasked_begin && i + STEP <= unmasked_end;
+        gradient_weights(a, s, head, at, unmasked, lse, delta, p, ds);
         add_product(p, weights, dout_tile, dv_sum);
         if (step + 1 < steps) {
             __syncthreads();

@@ -37,6 +37,7 @@ STATIC_TOO = (  # files with kernels that also declare static shared memory
 CLUSTERS = {
     "loss/cross_entropy_cluster.cu", "sampling/sample_tokens_cluster.cu", "softmax_hopper.cu",
 }  # fmt: skip
+ROOMY = {"attention/flash_attention_backward_simt_whole.cu"}  # for 9.0 and 10.x
 MOST_THREADS, MOST_ROWS = 1024, 65535  # per block; grid size along y and z
 COLUMNS = (64, 256, 384, 768, 1000, 2048, 4096, 8192, 16392, 40000)
 VOCABULARIES = (100, 1000, 2000, 5000, 20000, 50000, 60000, 120000, 300000)
@@ -210,6 +211,7 @@ def test_every_launch_fits_the_gpu(name):
     assert portable <= launched
     assert all(kernels.serves(file, record.capability) for file in launched)
     assert launched & CLUSTERS == (CLUSTERS if record.capability // 10 in (9, 10) else set())
+    assert launched & ROOMY == (ROOMY if record.capability // 10 in (9, 10) else set())
     assert record.has_clusters or not launched & CLUSTERS
     for launch in noted:
         parameters = kernels.signatures(launch.file)[launch.name]
@@ -274,5 +276,5 @@ def test_which_files_serve_a_gpu():
         == served(120)
         == served(121)
     )
-    assert served(100) == served(103) == portable | CLUSTERS
+    assert served(100) == served(103) == portable | CLUSTERS | ROOMY
     assert served(90) == set(kernels.files())

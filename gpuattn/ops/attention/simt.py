@@ -1,4 +1,8 @@
-"""raw-simt, in float32 on CUDA cores: ``attention/flash_attention_{forward,backward}_simt.cu``."""
+"""raw-simt, in float32 on CUDA cores: ``attention/flash_attention_{forward,backward}_simt*.cu``.
+
+The gradient: a kernel over rows (delta), then two launches, dk and dv, and dq, which both compute
+the logits; or one for all three, see ``whole``.
+"""
 
 from typing import Any, NamedTuple
 
@@ -20,6 +24,14 @@ from gpuattn.typing import Array
 MAX_HEAD_DIM = 256
 WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
 ROOMY = range(90, 110)  # compute capabilities with 228 KiB of shared memory a multiprocessor
+FILES = {
+    "forward": "attention/flash_attention_forward_simt.cu",
+    **dict.fromkeys(("delta", "dkv", "dq"), "attention/flash_attention_backward_simt.cu"),
+    **dict.fromkeys(("whole", "whole_rows"), "attention/flash_attention_backward_simt_whole.cu"),
+}
+WHOLE_WIDTHS = (64, 128)  # of WIDTHS, those of the gradient in one launch
+MAX_TURNS = 1 << 24  # counters of query tiles: a max_seqlen_q far from the lengths asks for many
+IN_TURN = True  # whether that launch sums dq in the order of the tiles
 
 
 def refuse(
@@ -47,7 +59,7 @@ class Tile(NamedTuple):
 def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -> Tile:
     """Return the tile of a kernel.
 
-    ``part``: "forward", "dkv" or "dq"; ``width``: HEAD_DIM; ``extras``: EXTRAS of the kernels.
+    ``part``: "forward", "dkv", "dq" or "whole"; ``width``: HEAD_DIM; ``extras``: EXTRAS.
     """
     forward, roomy, split, held = part == "forward", capability in ROOMY, 1, 0
     if roomy:
@@ -72,7 +84,8 @@ def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -
         own, step = (32, 16) if width > 128 else (64 if width > 64 or extras else 128, 32)
     weights = 4 * held * (own * step // (32 * split) + 4)
     rows = own + step * (1 + roomy) if forward else 2 * (own + step)
-    return Tile(own, step, 128 * split, 4 * (rows * (width + 4) + weights))
+    exchanged = 2048 if part == "whole" and width == 64 else 0
+    return Tile(own, step, 128 * split, 4 * (rows * (width + 4) + weights + exchanged))
 
 
 class _Tiles:
@@ -86,16 +99,21 @@ class _Tiles:
 
     def kernel(self, part):
         """Return the kernel ``flash_attention_<part>``."""
-        direction = "forward" if part == "forward" else "backward"
-        file = f"attention/flash_attention_{direction}_simt.cu"
         constants = {"scalar": self.scalar, "HEAD_DIM": self.width, "EXTRAS": self.extras}
-        return kernel(file, f"flash_attention_{part}", **constants)
+        if part.startswith("whole"):
+            constants["IN_TURN"] = IN_TURN
+        return kernel(FILES[part], f"flash_attention_{part}", **constants)
 
     def shape(self, part, longest, heads):
         """Return (grid, block, shared bytes) to cut ``longest`` rows of each head into blocks."""
         tile = choose_tile(part, self.width, self.extras, self.capability)
         grid = (-(-longest // tile.own) * heads * self.launch.sequences,)
         return grid, (tile.threads,), tile.shared_bytes
+
+    def query_tiles(self, part):
+        """Return how many tiles of queries all heads have in a kernel that owns keys."""
+        step = choose_tile(part, self.width, self.extras, self.capability).step
+        return -(-self.launch.queries // step) * self.launch.heads * self.launch.sequences
 
     def __call__(self, part, longest, heads, *args):
         grid, block, size = self.shape(part, longest, heads)
@@ -119,12 +137,14 @@ def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[
     return {"tile": (tile.own, tile.step), **used}
 
 
-def _delta(launch, tiles, out, dout, dlse, lse):
-    """Return rowsum(dout * out) - dlse, float32, in the shape of ``lse``."""
-    delta, rows = arrays.empty(out, lse.shape, np.float32), lse.size // max(launch.heads, 1)
-    grid = (-(-lse.size // 4),)
-    tiles.kernel("delta")(grid, (128,), launch.problem, out, dout, dlse, delta, rows)
-    return delta
+def whole(tiles: "_Tiles", needs: tuple) -> bool:
+    """Return whether one launch computes dq, dk and dv.
+
+    Float32 alone, as it adds to dq. The gradient of a bias is stored by the launch of dq.
+    """
+    served = tiles.capability in ROOMY and tiles.scalar == "float" and tiles.width in WHOLE_WIDTHS
+    served = served and tiles.query_tiles("whole") <= MAX_TURNS
+    return served and needs[0] and (needs[1] or needs[2]) and not needs[3]
 
 
 def backward(
@@ -137,16 +157,25 @@ def backward(
     dq, dk, dv = gradient_arrays((q, k, v), into)
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     tiles = _Tiles(launch, q, v)
-    delta = _delta(launch, tiles, out, dout, dlse, lse)
-    dbias = dsink = None
-    if needs[3]:
-        full = launch.sequences, launch.heads, launch.queries, launch.keys
-        dbias = arrays.zeros(q, full, np.float32)
+    delta, rows = arrays.empty(out, lse.shape, np.float32), lse.size // max(launch.heads, 1)
+    grid, block = (-(-lse.size // 4),), (128,)
+    by_rows = launch.problem, out, dout, dlse, delta
     shared = q, k, v, dout, lse, delta
-    if needs[1] or needs[2]:
-        tiles("dkv", launch.keys, launch.kv_heads, *shared, dk, dv)
-    if needs[0] or needs[3]:
-        tiles("dq", launch.queries, launch.heads, *shared, dq, dbias)
+    dbias = dsink = None
+    if whole(tiles, needs):
+        turns = arrays.empty(q, (1 + tiles.query_tiles("whole"),), np.int32)
+        grid = (max(1, *grid),)  # it clears ``turns``
+        tiles.kernel("whole_rows")(grid, block, *by_rows, dq, turns, rows, turns.size)
+        tiles("whole", launch.keys, launch.kv_heads, *shared, dq, dk, dv, turns)
+    else:
+        tiles.kernel("delta")(grid, block, *by_rows, rows)
+        if needs[3]:
+            full = launch.sequences, launch.heads, launch.queries, launch.keys
+            dbias = arrays.zeros(q, full, np.float32)
+        if needs[1] or needs[2]:
+            tiles("dkv", launch.keys, launch.kv_heads, *shared, dk, dv)
+        if needs[0] or needs[3]:
+            tiles("dq", launch.queries, launch.heads, *shared, dq, dbias)
     if needs[3]:
         dbias = bias_gradient(dbias, bias)
     if needs[8]:

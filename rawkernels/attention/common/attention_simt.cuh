@@ -50,11 +50,14 @@ __device__ inline float row_reduce(float value, Op op) {
 // differ in work: then tile 0 of all heads comes first. Else the tiles of a head are neighbours, which read the same.
 struct Place { int tile, head, number; };
 
-__device__ inline Place place_at(const Attention& a, int limit, int rows, int heads) {
-    const int block = blockIdx.x, tiles = (limit + rows - 1) / rows, pairs = gridDim.x / tiles;
+__device__ inline Place place_at(const Attention& a, int limit, int rows, int heads, int block) {
+    const int tiles = (limit + rows - 1) / rows, pairs = gridDim.x / tiles;
     const bool unequal = a.right < a.keys;
     const int tile = unequal ? block / pairs : block % tiles, rest = unequal ? block % pairs : block / tiles;
     return {tile, rest % heads, rest / heads};
+}
+__device__ inline Place place_at(const Attention& a, int limit, int rows, int heads) {
+    return place_at(a, limit, rows, heads, blockIdx.x);
 }
 
 // Copies `count` rows (at most ROWS) of `width` columns and fills the rest of the tile with zeros. Read it after tiles_ready().
@@ -135,17 +138,19 @@ __device__ inline void sync_rows() {
     else bar_sync(1 + threadIdx.x / (32 * SPLIT), 32 * SPLIT);
 }
 
-// sum += weights x tile. `shared`: WEIGHTS floats of the block.
+// sum += weights x tile. `shared`: 4 TOGETHER HOLDER floats of the block, for the weights of TOGETHER of the 8 SPLIT columns of
+// lanes at a time.
+template <int TOGETHER = HELD ? HELD : 8>
 __device__ inline void add_product(const float (&weights)[R][N], float* shared, const float* tile, float (&sum)[R][WIDTH]) {
-    constexpr int TOGETHER = HELD ? HELD : 8;
+    constexpr int ACROSS = TOGETHER < 8 ? TOGETHER : 8;
     const float* columns = tile + lane_column();
-    shared += threadIdx.x / (32 * SPLIT) * (HELD * HOLDER) + lane_down() * R;
+    shared += threadIdx.x / (32 * SPLIT) * (TOGETHER * HOLDER) + lane_down() * R;
 #pragma unroll 1
-    for (int first = 0; first < 8 * SPLIT; first += TOGETHER) {
-        if constexpr (HELD > 0) {
+    for (int first = 0; first < 8 * SPLIT; first += ACROSS) {
+        if (HELD > 0 && first % TOGETHER == 0) {
             const int mine = lane_part() * 8 + lane_across() - first;
             sync_rows();  // the last weights may still be read
-            if (HELD == 8 * SPLIT || (unsigned int)mine < HELD)
+            if (TOGETHER == 8 * SPLIT || (unsigned int)mine < TOGETHER)
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
                     Pack<float, R> pack;
@@ -155,9 +160,9 @@ __device__ inline void add_product(const float (&weights)[R][N], float* shared, 
                 }
             sync_rows();
         }
-        const float *from = shared, *rows = columns + (first / 8 * 8 * N + first % 8) * PITCH;
+        const float *from = shared + first % TOGETHER * HOLDER, *rows = columns + (first / 8 * 8 * N + first % 8) * PITCH;
 #pragma unroll 1
-        for (int across = 0; across < TOGETHER; ++across, from += HOLDER, rows += PITCH) {
+        for (int across = 0; across < ACROSS; ++across, from += HOLDER, rows += PITCH) {
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 Pack<float, R> weight;

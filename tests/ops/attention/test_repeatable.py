@@ -34,6 +34,9 @@ SPECIALIZED = {"raw-short": {
         "B": 3, "T": 200, "S": 200, "Hk": 4, "D": 40, "Dv": 64, "dtype": "float16", "causal": True,
         "dropout_p": 0.2, "seed": Key(5, 1, 2),
     },
+}, "raw-simt": CASES | {  # tiles of keys add to dq in turn
+    "float32": {"T": 2048, "S": 2048, "causal": True, "dtype": "float32"},
+    "float32, 128": {"T": 999, "S": 2048, "D": 128, "dtype": "float32"},
 }}  # fmt: skip
 
 pytestmark = pytest.mark.gpu
