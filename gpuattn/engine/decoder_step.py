@@ -27,8 +27,13 @@ GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows o
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
+# beams of a head's block, bytes of the states there and of a stage by rows of a group, and head
+# sizes: limits of HEAD in the kernel
+HEAD_BEAMS, HEAD_STATES, HEAD_STAGES = 8, 9216, {8: 32768, 16: 32768, 32: 16384}
+HEAD_SIZES = 32, 64
+SUMS = 128  # columns that a block adds in SUM
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
-EMBED, LINEAR, ATTEND = range(3)
+EMBED, LINEAR, ATTEND, HEAD, SUM = range(5)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
 # as ``struct Phase`` and ``struct Layer`` of the kernels
@@ -42,6 +47,8 @@ PHASE = np.dtype([
     *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
     *((name, np.int32) for name in ("split", "split_keys")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
+    *((name, np.uint64) for name in ("added", "bias", "output_weights", "parts")),
+    *((name, np.int32) for name in ("units", "each", "unused", "reserved")),
 ])  # fmt: skip
 LAYER = np.dtype([
     *((name, np.uint64) for name in (
@@ -100,15 +107,60 @@ def layers_of(model: Any) -> Sequence[Any]:
     return model.decoder if hasattr(model, "decoder") else model.layers
 
 
+def heads_refusal(model: Any, sentences: int, beam: int, rooms: Sequence[int], blocks: int) -> str:
+    """Return why a step by ``blocks`` blocks has no HEAD phases, or "".
+
+    ``rooms``: keys of a translation and of its source, or of a text alone. Without HEAD a layer
+    has more phases.
+    """
+    first = layers_of(model)[0]
+    if getattr(first, "cross_attention", None) is None:
+        return "a language model's heads have too many weights for a block each"
+    inputs, head_dim = first.attention.qkv.weight.shape[1], first.attention.head_dim
+    if head_dim not in HEAD_SIZES:
+        return f"the head size is {head_dim}, a block has room for 32 or 64"
+    if max(rooms) > SHARED_ROOM:
+        return f"{max(rooms)} keys are too many for a block"
+    if beam > HEAD_BEAMS:
+        return f"there are {beam} beams, a block takes up to {HEAD_BEAMS}"
+    for layer in layers_of(model):
+        for attention in (layer.attention, layer.cross_attention):
+            if attention.kv_heads != attention.heads:
+                return "heads share keys"
+            if attention.heads * sentences > blocks:
+                return f"there are {attention.heads * sentences} heads of sentences"
+    group, _ = groups_of(sentences * beam, head_dim)
+    if inputs * TILE * 2 > HEAD_STAGES[group] or beam * (inputs | DEPTH) * 2 > HEAD_STATES:
+        return f"the width is {inputs}"
+    return ""
+
+
+def groups_of(rows: int, head_dim: int) -> tuple[int, int]:
+    """Return the rows of a group, and the logarithm of the number of groups."""
+    sizes = GROUPS[head_dim]
+    group = next((size for size in sizes if size >= rows), sizes[-1])
+    return group, (-(-rows // group) - 1).bit_length()
+
+
+class Added(NamedTuple):
+    """Shares float32 (rows, heads, width), a bias, and the norm of the states to which they go."""
+
+    parts: Any
+    bias: Any
+    norm: Any
+
+
 class Stream(NamedTuple):
     """States (rows, width), or what ``norm`` makes of them.
 
     ``shares``: fields of a PHASE that say which rows are shares of the attention of a row, if any.
+    ``added``: what is to be added to the states before ``norm``.
     """
 
     states: Any
     norm: Any = None
     shares: Any = None
+    added: Added | None = None
 
 
 class DecoderStep:
@@ -129,9 +181,9 @@ class DecoderStep:
         xp, first = get_xp(like), layers_of(model)[0]
         self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
         self.head_dim = first.attention.head_dim
-        sizes = GROUPS[self.head_dim]
-        self.group = next((size for size in sizes if size >= self.count), sizes[-1])
-        self.shift = (-(-self.count // self.group) - 1).bit_length()  # 1 << shift groups
+        self.group, self.shift = groups_of(self.count, self.head_dim)
+        rooms = [x.shape[1] for x in (caches[0].k, *(memory[0] if memory else ()))]
+        self.by_heads = not heads_refusal(model, state.sentences, state.beam, rooms, self.blocks)
         self._held: list[Any] = []  # arrays whose addresses the program has
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
@@ -145,7 +197,7 @@ class DecoderStep:
         scalar = ctype(like.dtype)
         self._run = kernel(
             FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim,
-            SHARES=int(self.phases["split"].any()),
+            SHARES=int(self.phases["split"].any()), HEADS=int(self.by_heads),
         )  # fmt: skip
         self._pack = kernel(PACK, "pack_weights", scalar=scalar)
 
@@ -169,7 +221,15 @@ class DecoderStep:
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
         self._states = [self._new(width) for _ in range(2)]
-        self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
+        # two, as some blocks write those of a sum while others read those of its parts
+        shape = self.group << self.shift, 2
+        self._statistics, self._others = (
+            arrays.zeros(self.like, shape, np.float32) for _ in range(2)
+        )
+        if self.by_heads:
+            heads = max(first.attention.heads, first.cross_attention.heads)
+            shape = self.group << self.shift, heads, width
+            self._parts = [arrays.zeros(self.like, shape, np.float32) for _ in range(2)]
         self._projected = self._new(first.attention.qkv.weight.shape[0])
         self._attended = self._new(first.attention.out.weight.shape[1])
         sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
@@ -191,6 +251,8 @@ class DecoderStep:
 
     def _layer(self, layer, x, cache, memory, lengths):
         """Append the phases of a layer for the Stream x; return the Stream behind it."""
+        if self.by_heads:
+            return self._layer_by_heads(layer, x, cache, memory, lengths)
         own, forward, norms = layer.attention, layer.feed_forward, iter(layer.norms)
 
         def branch(inside):
@@ -223,6 +285,71 @@ class DecoderStep:
             branch(attend_memory)
         branch(feed)
         return x
+
+    def _layer_by_heads(self, layer, x, cache, memory, lengths):
+        """Append the same in fewer phases: see ``rawkernels/decoder/heads.cuh``."""
+        own, cross, norms = layer.attention, layer.cross_attention, iter(layer.norms)
+        forward, pre, state = layer.feed_forward, layer.pre_norm, self.state
+        of_text = {
+            "keys": cache.k, "values": cache.v, "counts": state.key_counts, "slots": state.slots,
+        }  # fmt: skip
+        of_source = {"keys": memory[0], "values": memory[1], "counts": lengths}
+        for attention, projection, fields in (
+            (own, own.qkv, of_text), (cross, cross.q, of_source),
+        ):  # fmt: skip
+            norm = next(norms)
+            states, inside = self._head(x, norm if pre else x.norm, attention, projection, fields)
+            parts = self._parts[fields is of_source]
+            added = Added(parts, attention.out.bias, None if pre else inside)
+            x = Stream(states, None if pre else norm, added=added)
+        states = self._other(x.states)
+        self._add(
+            SUM, inputs=states.shape[1], heads=cross.heads, x=x.states, out=states,
+            **self._sum_fields(x.added),
+        )  # fmt: skip
+        self._rotate(-(-self.count * states.shape[1] // SUMS))
+        x, norm, inner = Stream(states, x.norm), next(norms), forward.inner
+        into = Stream(x.states, norm) if pre else x
+        self._linear(into, inner.weight, inner.bias, self._inner, inner.activation)
+        states = self._other(x.states)
+        out = forward.out
+        self._linear(Stream(self._inner), out.weight, out.bias, states, residual=x)
+        return Stream(states, None if pre else norm)
+
+    def _head(self, x, norm, attention, projection, fields):
+        """Append the HEAD phase of ``attention`` to norm(x); return the states of x, and ``norm``.
+
+        Its result is in ``_parts``, the second ones for a memory.
+        """
+        (outputs, inputs), heads, beam = attention.out.weight.shape, attention.heads, self.state.beam
+        # with few rows a block has one of them
+        each = 1 if self.count * heads <= self.blocks else beam
+        units, states, sums = self.count // each * heads, x.states, {}
+        if x.added:
+            states = self._other(x.states)
+            sums = self._sum_fields(x.added) | {"out": states}
+        packed, norms = self._packed_weights(projection.weight, projection.bias, norm)
+        columns, _ = self._packed_weights(attention.out.weight, None, None)
+        self._add(
+            HEAD, x=x.states, inputs=inputs, outputs=outputs, weights=packed, units=units,
+            output_weights=columns, parts=self._parts["slots" not in fields], heads=heads,
+            kv_heads=heads, room=fields["keys"].shape[1], scale=self.head_dim**-0.5, each=each,
+            warps=WARPS >> (each - 1).bit_length(), per_beam=1 / beam, per_head=1 / heads,
+            per_kv_head=1, **fields, **sums, **norms,
+        )  # fmt: skip
+        self._rotate(units)
+        return states, norm
+
+    def _other(self, states):
+        return self._states[states is self._states[0]]
+
+    def _sum_fields(self, added):
+        """Return the fields of a PHASE that say what is added to its x."""
+        fields = {"added": added.parts, "bias": added.bias}
+        if added.norm is not None:
+            gain, shift = _parameters(added.norm)
+            fields |= {"statistics": self._statistics, "gain": gain, "shift": shift}
+        return fields
 
     def _attend(self, attention, projection, **fields):
         """Append the attention of what ``projection`` made; return its Stream."""
@@ -257,19 +384,10 @@ class DecoderStep:
 
     def _linear(self, x, weight, bias, out, activation=None, residual=None):
         """Append ``out = activation(x weight^T + bias) + residual``; the two are Streams."""
+        assert not (x.shares and x.norm), "rows that are shares have no norm"
         outputs, inputs = weight.shape
-        units, norm = -(-outputs // TILE), x.norm
-        packed = arrays.empty(self.like, (units, TILE * (inputs + 4)))  # see pack_weights.cu
-        gain, shift = _parameters(norm)
-        self._packed.append(self._record(
-            LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
-            outputs=outputs, inputs=inputs, first=self._units,
-        ))  # fmt: skip
-        fields = x.shares or {}
-        assert not (x.shares and norm), "rows that are shares have no norm"
-        if norm is not None:
-            kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
-            fields = {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}
+        packed, norms = self._packed_weights(weight, bias, x.norm)
+        fields = (x.shares or {}) | norms
         if residual is not None:
             fields["residual"] = residual.states
             if residual.norm is not None:
@@ -279,8 +397,32 @@ class DecoderStep:
             LINEAR, outputs=outputs, inputs=inputs, x=x.states, weights=packed,
             activation=ACTIVATIONS[activation], out=out, **fields,
         )  # fmt: skip
+        self._rotate(-(-outputs // TILE) << self.shift)
+
+    def _packed_weights(self, weight, bias, norm):
+        """Return the packed weights with ``norm`` folded in, and the fields of a PHASE for it.
+
+        The statistics of that phase are ``_statistics`` then.
+        """
+        outputs, inputs = weight.shape
+        units = -(-outputs // TILE)
+        packed = arrays.empty(self.like, (units, TILE * (inputs + 4)))  # see pack_weights.cu
+        gain, shift = _parameters(norm)
+        self._packed.append(self._record(
+            LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
+            outputs=outputs, inputs=inputs, first=self._units,
+        ))  # fmt: skip
         self._units += units
-        self._rotation = (self._rotation + (units << self.shift)) % self.blocks
+        if norm is None:
+            return packed, {}
+        self._statistics, self._others = self._others, self._statistics
+        kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
+        return packed, {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}
+
+    def _rotate(self, units):
+        """Let the next phase begin behind the blocks that have the units of the last one."""
+        units = -(-units >> self.shift) << self.shift
+        self._rotation = (self._rotation + units) % self.blocks
 
     def _add(self, kind, **fields):
         self._phases.append(self._record(PHASE, kind=kind, rotation=self._rotation, **fields))

@@ -19,11 +19,13 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 BLOCKS = 4
 
 
-def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None):
+def emulated(
+    case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None, by_heads=None
+):  # fmt: skip
     """Return a search after ``steps`` by the emulator, and the logits of each.
 
     ``texts``: (Search, n), the first n sentences are as there. ``order``: of events, a seed.
-    ``counts``: keys of each sentence, if not random.
+    ``counts``: keys of each sentence, if not random. ``by_heads``: what the step must be.
     """
     machine, card = emulator.Machine(order, blocks), replace(GPUS["9.0"], multiprocessors=blocks)
     with launches_on(card), pytest.MonkeyPatch.context() as patch:
@@ -33,6 +35,7 @@ def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=No
             search.take(*texts)
         decoder, found = search.decoder(), []
         assert decoder.blocks == blocks
+        assert by_heads in (None, decoder.by_heads)
         decoder.pack()
         for step in range(steps):
             if step:
@@ -87,6 +90,42 @@ CASES = {  # sentences, beams, settings; dtype, steps
     "four groups": (Case(16, 4, {"norm": "pre", "d_model": 128, "heads": 1}, room=12),
                     np.float16, 1),
 }  # fmt: skip
+
+
+HEAD_CASES = {  # of a block; the same, with the number of blocks
+    "one sentence, a row a block": (
+        Case(1, 3, {"norm": "pre", "layers": (1, 2)}), BFLOAT16, 2, 8,
+    ),
+    "beams a block, post-norm, bias": (
+        Case(2, 4, {**POST, "layers": (1, 2)}), np.float16, 2, 4,
+    ),
+    "a width of an odd number of pieces": (
+        Case(3, 2, {**POST, "d_model": 96, "heads": 3, "layers": (1, 1)}, source_room=40),
+        BFLOAT16, 1, 12,
+    ),
+    "heads of 64, two rings of a projection": (
+        Case(1, 5, {"norm": "post", "d_model": 128, "layers": (1, 1), "ffn": 64, "vocab": 40},
+             room=70, source_room=35), BFLOAT16, 2, 4,
+    ),
+    "more heads than are added at once": (
+        Case(1, 2, {**POST, "d_model": 288, "heads": 9, "layers": (1, 1), "ffn": 32}),
+        BFLOAT16, 1, 20,
+    ),
+    "greedy, groups of 16": (
+        Case(9, 1, {"norm": "pre", "heads": 1, "layers": (1, 1)}), np.float16, 1, 12,
+    ),
+    "groups of 32, 8 beams": (
+        Case(3, 8, {"norm": "pre", "layers": (1, 1), "tied": False, "activation": "gelu"}),
+        BFLOAT16, 1, 8,
+    ),
+    "two groups of 32": (Case(9, 4, {**POST, "heads": 1, "layers": (1, 1)}), BFLOAT16, 1, 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(HEAD_CASES, 3))
+def test_a_block_has_a_head(name):
+    case, dtype, steps, blocks = HEAD_CASES[name]
+    check(case, dtype, steps, blocks=blocks, by_heads=True)
 
 
 @pytest.mark.parametrize("name", sampled(CASES, 2))

@@ -33,6 +33,10 @@ PROGRAMS = {
         1, 2, {"norm": "pre", "max_length": 700}, room=600, source_room=300
     ),
     "post-norm": Case(9, 4, {"norm": "post", "layers": (1, 3)}),
+    "post-norm, a row a block": Case(2, 5, {"norm": "post", "layers": (1, 2), "output_bias": True}),
+    "pre-norm, beams a block": Case(
+        6, 8, {"norm": "pre", "layers": (1, 2), "d_model": 128, "heads": 4}, source_room=40
+    ),
     "post-norm, learned positions, not padded": Case(
         3, 1, {"norm": "post", "positions": "learned", "tied": False, "pad_vocab": False}
     ),
@@ -59,22 +63,33 @@ def test_program(name):
         decoder.pack()
         assert decoder().shape == (case.rows, decoder.logits.shape[1])
     check_launches(decoder, noted)
+    by_heads = case.translates and not (case.settings.get("kv_heads") or case.room > 256)
+    kinds = [phase["kind"] for phase in decoder.phases]
+    layers = len(decoder_step.layers_of(search.model))
+    assert decoder.by_heads == by_heads
+    assert kinds.count(decoder_step.HEAD) == 2 * by_heads * layers
+    assert len(kinds) == 2 + layers * (5 if by_heads else 8 if case.translates else 5)
 
 
 def check_launches(decoder, noted):
-    packed, linears = np.stack(decoder._packed), 0
+    packed, rotation = np.stack(decoder._packed), 0
     for phase in decoder.phases:
         assert phase["rotation"] % (1 << decoder.shift) == 0
         assert 0 <= phase["rotation"] < decoder.blocks
-        assert phase["rotation"] == (linears << decoder.shift) % decoder.blocks
+        assert phase["rotation"] == rotation % decoder.blocks
         if phase["kind"] == decoder_step.LINEAR:
-            linears += -(-phase["outputs"] // 16)
+            rotation += -(-phase["outputs"] // 16) << decoder.shift
+        elif phase["kind"] in (decoder_step.HEAD, decoder_step.SUM):
+            units = phase["units"] or -(-decoder.count * phase["inputs"] // 128)
+            rotation += -(-units >> decoder.shift) << decoder.shift
+    linears = (-(-packed["outputs"] // 16)).sum()
     assert decoder.group << decoder.shift >= decoder.count
     pack, run = noted
     scalar = ("scalar", "f16")
     assert pack[1:] == ("pack_weights", (scalar,), (linears, 1, 1), (256, 1, 1), 0)
     shares = int(any(phase["split"] for phase in decoder.phases))
     own = {"ROWS": decoder.group, "HEAD_DIM": decoder.head_dim, "SHARES": shares}
+    own["HEADS"] = int(decoder.by_heads)
     constants = (scalar, *own.items())
     assert run[1:] == ("decoder_step", constants, (132, 1, 1), (384, 1, 1), 232448)
     ends = np.cumsum(-(-packed["outputs"] // 16))
