@@ -8,7 +8,7 @@ one persistent kernel for a model: Hazy Research, "Look Ma, No Bubbles!" (2025).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,20 @@ from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.cuda.gpu import dotted, gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.engine.decoder_phases import (
+    ACTIVATIONS,
+    ATTEND,
+    EMBED,
+    HEAD,
+    LAYER,
+    LAYER_NORM,
+    LINEAR,
+    PHASE,
+    RMS_NORM,
+    SUM,
+    Added,
+    Stream,
+)
 from gpuattn.nn.norm import LayerNorm
 
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
@@ -27,35 +41,10 @@ GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows o
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
-# beams of a head's block, bytes of the states there and of a stage by rows of a group, and head
-# sizes: limits of HEAD in the kernel
-HEAD_BEAMS, HEAD_STATES, HEAD_STAGES = 8, 9216, {8: 32768, 16: 32768, 32: 16384}
-HEAD_SIZES = 32, 64
+HEAD_BEAMS, HEAD_WIDTH, HEAD_SIZES = 8, 512, (32, 64)  # limits of HEAD in the kernel
+HEAD_ROWS = 32  # of a step with HEAD that is taken where RowStep could be; predicted, see the notes
 SUMS = 128  # columns that a block adds in SUM
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
-EMBED, LINEAR, ATTEND, HEAD, SUM = range(5)
-NO_NORM, LAYER_NORM, RMS_NORM = range(3)
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
-# as ``struct Phase`` and ``struct Layer`` of the kernels
-PHASE = np.dtype([
-    *((name, np.int32) for name in ("kind", "norm", "activation", "rotation", "outputs", "inputs")),
-    *((name, np.float32) for name in ("eps", "scale")),
-    *((name, np.uint64) for name in (
-        "x", "weights", "residual", "statistics", "gain", "shift",
-        "statistics_out", "out", "keys", "values", "counts", "slots", "shares",
-    )),
-    *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
-    *((name, np.int32) for name in ("split", "split_keys")),
-    *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
-    *((name, np.uint64) for name in ("added", "bias", "output_weights", "parts")),
-    *((name, np.int32) for name in ("units", "each", "unused", "reserved")),
-])  # fmt: skip
-LAYER = np.dtype([
-    *((name, np.uint64) for name in (
-        "weight", "gain", "shift", "bias", "packed",
-    )),
-    *((name, np.int32) for name in ("outputs", "inputs", "first", "unused")),
-])  # fmt: skip
 
 
 def decoder_of(
@@ -107,16 +96,18 @@ def layers_of(model: Any) -> Sequence[Any]:
     return model.decoder if hasattr(model, "decoder") else model.layers
 
 
-def heads_refusal(model: Any, sentences: int, beam: int, rooms: Sequence[int], blocks: int) -> str:
-    """Return why a step by ``blocks`` blocks has no HEAD phases, or "".
+def heads_refusal(model: Any, state: Any, memory: Sequence[Any] | None) -> str | None:
+    """Return why a step that is one launch has no HEAD phases, where a block has a head, or None.
 
-    ``rooms``: keys of a translation and of its source, or of a text alone. Without HEAD a layer
-    has more phases.
+    Without them a layer of a translation model has eight phases, not five.
     """
-    first = layers_of(model)[0]
-    if getattr(first, "cross_attention", None) is None:
-        return "a language model's heads have too many weights for a block each"
+    if memory is None:
+        return "it is a language model, whose layers would have four phases, not five"
+    first, sentences, beam = layers_of(model)[0], state.sentences, state.beam
+    rooms, blocks = (state.room, memory[0][0].shape[1]), blocks_of(model)
     inputs, head_dim = first.attention.qkv.weight.shape[1], first.attention.head_dim
+    if inputs > HEAD_WIDTH:
+        return f"heads of width {inputs} have too many weights for a block each"
     if head_dim not in HEAD_SIZES:
         return f"the head size is {head_dim}, a block has room for 32 or 64"
     if max(rooms) > SHARED_ROOM:
@@ -129,10 +120,13 @@ def heads_refusal(model: Any, sentences: int, beam: int, rooms: Sequence[int], b
                 return "heads share keys"
             if attention.heads * sentences > blocks:
                 return f"there are {attention.heads * sentences} heads of sentences"
-    group, _ = groups_of(sentences * beam, head_dim)
-    if inputs * TILE * 2 > HEAD_STAGES[group] or beam * (inputs | DEPTH) * 2 > HEAD_STATES:
-        return f"the width is {inputs}"
-    return ""
+    return None
+
+
+def blocks_of(model: Any) -> int:
+    """Return how many blocks a step of ``model`` has."""
+    device = model.parameters()[0].data.device.id
+    return gpu(device).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
 
 
 def groups_of(rows: int, head_dim: int) -> tuple[int, int]:
@@ -140,27 +134,6 @@ def groups_of(rows: int, head_dim: int) -> tuple[int, int]:
     sizes = GROUPS[head_dim]
     group = next((size for size in sizes if size >= rows), sizes[-1])
     return group, (-(-rows // group) - 1).bit_length()
-
-
-class Added(NamedTuple):
-    """Shares float32 (rows, heads, width), a bias, and the norm of the states to which they go."""
-
-    parts: Any
-    bias: Any
-    norm: Any
-
-
-class Stream(NamedTuple):
-    """States (rows, width), or what ``norm`` makes of them.
-
-    ``shares``: fields of a PHASE that say which rows are shares of the attention of a row, if any.
-    ``added``: what is to be added to the states before ``norm``.
-    """
-
-    states: Any
-    norm: Any = None
-    shares: Any = None
-    added: Added | None = None
 
 
 class DecoderStep:
@@ -179,11 +152,10 @@ class DecoderStep:
         self.state, self.count = state, state.sentences * state.beam
         self.like = like = model.parameters()[0].data
         xp, first = get_xp(like), layers_of(model)[0]
-        self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
+        self.blocks = blocks_of(model)
         self.head_dim = first.attention.head_dim
         self.group, self.shift = groups_of(self.count, self.head_dim)
-        rooms = [x.shape[1] for x in (caches[0].k, *(memory[0] if memory else ()))]
-        self.by_heads = not heads_refusal(model, state.sentences, state.beam, rooms, self.blocks)
+        self.by_heads = heads_refusal(model, state, memory) is None
         self._held: list[Any] = []  # arrays whose addresses the program has
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
@@ -204,6 +176,12 @@ class DecoderStep:
     def pack(self) -> None:
         """Copy the weights, as they are now, into the order in which the step reads them."""
         self._pack((len(self._owners),), (PACK_THREADS,), self._weights, self._owners)
+
+    def between(self) -> list[Any]:
+        """Return the arrays that a step writes before it reads them, for tests."""
+        parts = self._parts if self.by_heads else []
+        states = [*self._states, self._projected, self._attended, self._inner]
+        return [*states, self._statistics, self._others, *parts]
 
     def __call__(self) -> Any:
         state = self.state
@@ -321,9 +299,8 @@ class DecoderStep:
 
         Its result is in ``_parts``, the second ones for a memory.
         """
-        (outputs, inputs), heads, beam = attention.out.weight.shape, attention.heads, self.state.beam
-        # with few rows a block has one of them
-        each = 1 if self.count * heads <= self.blocks else beam
+        (outputs, inputs), heads = attention.out.weight.shape, attention.heads
+        each = self._rows_of_a_block(heads)
         units, states, sums = self.count // each * heads, x.states, {}
         if x.added:
             states = self._other(x.states)
@@ -334,11 +311,15 @@ class DecoderStep:
             HEAD, x=x.states, inputs=inputs, outputs=outputs, weights=packed, units=units,
             output_weights=columns, parts=self._parts["slots" not in fields], heads=heads,
             kv_heads=heads, room=fields["keys"].shape[1], scale=self.head_dim**-0.5, each=each,
-            warps=WARPS >> (each - 1).bit_length(), per_beam=1 / beam, per_head=1 / heads,
-            per_kv_head=1, **fields, **sums, **norms,
+            warps=WARPS >> (each - 1).bit_length(), per_beam=1 / self.state.beam,
+            per_head=1 / heads, per_kv_head=1, **fields, **sums, **norms,
         )  # fmt: skip
         self._rotate(units)
         return states, norm
+
+    def _rows_of_a_block(self, heads):
+        """Return 1 where there are blocks for each row and head, else the beams of a sentence."""
+        return 1 if self.count * heads <= self.blocks else self.state.beam
 
     def _other(self, states):
         return self._states[states is self._states[0]]

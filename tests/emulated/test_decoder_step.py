@@ -37,6 +37,8 @@ def emulated(
         assert decoder.blocks == blocks
         assert by_heads in (None, decoder.by_heads)
         decoder.pack()
+        for x in decoder.between():
+            x[...] = np.nan
         for step in range(steps):
             if step:
                 search.advance()

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from gpuattn.engine.decoder_step import ATTEND, EMBED, HEAD, LAYER_NORM, LINEAR, NO_NORM, SUM
+from gpuattn.engine.decoder_phases import ATTEND, EMBED, HEAD, LAYER_NORM, LINEAR, NO_NORM, SUM
 
 SHARED = (  # fields of the attention that the linear layer behind it has too, if blocks share keys
     "counts", "slots", "heads", "room", "warps", "per_beam", "split", "split_keys", "shares",
