@@ -251,10 +251,37 @@ MISTAKES = {  # file, what is replaced, by what
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(MISTAKES, 2))
+WAIT = "mbar_wait(shared.full(slot.stage), slot.parity);"
+HEAD_MISTAKES = {  # the same for a head of a block
+    "no wait for the grid before a head": (
+        "attention.cuh", "grid.wait();\n            gather", "gather"
+    ),
+    "no wait for the weights of a projection": (
+        "heads.cuh", f"{WAIT}\n#pragma unroll 1", "#pragma unroll 1"
+    ),
+    "no wait for the weights of the outputs": (
+        "heads.cuh", f"{WAIT}\n#pragma unroll 2", "#pragma unroll 2"
+    ),
+    "no barrier before queries are read": (
+        "heads.cuh", "    sync_consumers();\n}\n\n// The head's share", "}\n\n// The head's share"
+    ),
+    "no barrier before attended values are read": (
+        "heads.cuh", "    sync_consumers();\n    uint4 x[PARTS]", "    uint4 x[PARTS]"
+    ),
+    "no barrier before the rows are read": (
+        "heads.cuh", "    sync_consumers();\n}\n\n// Queries", "}\n\n// Queries"
+    ),
+    "no wait for the grid before a sum": ("heads.cuh", "{\n    grid.wait();\n", "{\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*sampled(MISTAKES, 2), *sampled(HEAD_MISTAKES, 3)])
 def test_mistakes_are_found(name, monkeypatch, tmp_path):
     """Each is found by at least one order of events."""
-    file, there, instead = MISTAKES[name]
+    case, mistake = Case(3, 1, {"bias": False}), MISTAKES.get(name)
+    if mistake is None:
+        case, mistake = Case(2, 3, {"norm": "post", "layers": (1, 1)}), HEAD_MISTAKES[name]
+    file, there, instead = mistake
     root = tmp_path / "rawkernels"
     shutil.copytree(kernels.ROOT, root)
     text = (root / "decoder" / file).read_text()
@@ -262,7 +289,7 @@ def test_mistakes_are_found(name, monkeypatch, tmp_path):
     (root / "decoder" / file).write_text(text.replace(there, instead))
     monkeypatch.setattr(kernels, "ROOT", root)
     monkeypatch.setattr(emulator, "library", emulator.library.__wrapped__)
-    case, found = Case(3, 1, {"bias": False}), False
+    found = False
     for order in range(8):
         try:
             check(case, BFLOAT16, order=order)
