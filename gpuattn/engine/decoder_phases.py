@@ -19,7 +19,7 @@ PHASE = np.dtype([
     *((name, np.int32) for name in ("split", "split_keys")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
     *((name, np.uint64) for name in ("added", "bias", "output_weights", "parts")),
-    *((name, np.int32) for name in ("units", "each", "unused", "reserved")),
+    *((name, np.int32) for name in ("units", "each", "adds", "slicing")),
 ])  # fmt: skip
 LAYER = np.dtype([
     *((name, np.uint64) for name in (
@@ -30,11 +30,12 @@ LAYER = np.dtype([
 
 
 class Added(NamedTuple):
-    """Shares float32 (rows, heads, width), a bias, and the norm of the states to which they go."""
+    """Shares float32 (rows, adds, width), a bias, and the norm of the states to which they go."""
 
     parts: Any
     bias: Any
     norm: Any
+    adds: int
 
 
 class Stream(NamedTuple):

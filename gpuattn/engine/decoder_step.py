@@ -43,6 +43,7 @@ SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
 HEAD_BEAMS, HEAD_WIDTH, HEAD_SIZES = 8, 512, (32, 64)  # limits of HEAD in the kernel
 HEAD_ROWS = 32  # of a step with HEAD that is taken where RowStep could be; predicted, see the notes
+MOST_SLICING = 2  # logarithm of the slices of the feed-forward's output
 SUMS = 128  # columns that a block adds in SUM
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 
@@ -208,6 +209,8 @@ class DecoderStep:
             heads = max(first.attention.heads, first.cross_attention.heads)
             shape = self.group << self.shift, heads, width
             self._parts = [arrays.zeros(self.like, shape, np.float32) for _ in range(2)]
+            shape = shape[0], 1 << MOST_SLICING, width
+            self._parts.append(arrays.zeros(self.like, shape, np.float32))
         self._projected = self._new(first.attention.qkv.weight.shape[0])
         self._attended = self._new(first.attention.out.weight.shape[1])
         sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
@@ -220,6 +223,7 @@ class DecoderStep:
         )  # fmt: skip
         x = Stream(self._states[0])
         for i, layer in enumerate(layers_of(model)):
+            self._is_last = i == len(caches) - 1
             x = self._layer(layer, x, caches[i], memory[i] if translates else None, lengths)
         norm = model.decoder_norm if translates else model.norm
         head = model._head_weight() if translates else model._output_weight()
@@ -278,21 +282,43 @@ class DecoderStep:
             norm = next(norms)
             states, inside = self._head(x, norm if pre else x.norm, attention, projection, fields)
             parts = self._parts[fields is of_source]
-            added = Added(parts, attention.out.bias, None if pre else inside)
+            bias, heads = attention.out.bias, attention.heads
+            added = Added(parts, bias, None if pre else inside, heads)
             x = Stream(states, None if pre else norm, added=added)
         states = self._other(x.states)
         self._add(
-            SUM, inputs=states.shape[1], heads=cross.heads, x=x.states, out=states,
-            **self._sum_fields(x.added),
+            SUM, inputs=states.shape[1], x=x.states, out=states, **self._sum_fields(x.added),
         )  # fmt: skip
         self._rotate(-(-self.count * states.shape[1] // SUMS))
         x, norm, inner = Stream(states, x.norm), next(norms), forward.inner
         into = Stream(x.states, norm) if pre else x
         self._linear(into, inner.weight, inner.bias, self._inner, inner.activation)
+        out, slicing = forward.out, self._slicing(*forward.out.weight.shape)
+        if slicing and not self._is_last:
+            return Stream(x.states, None if pre else norm, added=self._sliced(out, slicing, x.norm))
         states = self._other(x.states)
-        out = forward.out
         self._linear(Stream(self._inner), out.weight, out.bias, states, residual=x)
         return Stream(states, None if pre else norm)
+
+    def _slicing(self, outputs, inputs):
+        """Return the logarithm of the slices of the inputs of a product, a block's unit each."""
+        slicing, units = 0, -(-outputs // TILE) << self.shift
+        while slicing < MOST_SLICING and not inputs % (2 * DEPTH << slicing):
+            if units * (2 << slicing) > self.blocks:
+                break
+            slicing += 1
+        return slicing
+
+    def _sliced(self, linear, slicing, norm):
+        """Append the product of the inner states as shares of slices; return what is Added."""
+        outputs, inputs = linear.weight.shape
+        packed, _ = self._packed_weights(linear.weight, None, None)
+        self._add(
+            LINEAR, outputs=outputs, inputs=inputs, x=self._inner, weights=packed, slicing=slicing,
+            parts=self._parts[2],
+        )  # fmt: skip
+        self._rotate(-(-outputs // TILE) << self.shift + slicing)
+        return Added(self._parts[2], linear.bias, norm, 1 << slicing)
 
     def _head(self, x, norm, attention, projection, fields):
         """Append the HEAD phase of ``attention`` to norm(x); return the states of x, and ``norm``.
@@ -326,7 +352,7 @@ class DecoderStep:
 
     def _sum_fields(self, added):
         """Return the fields of a PHASE that say what is added to its x."""
-        fields = {"added": added.parts, "bias": added.bias}
+        fields = {"added": added.parts, "bias": added.bias, "adds": added.adds}
         if added.norm is not None:
             gain, shift = _parameters(added.norm)
             fields |= {"statistics": self._statistics, "gain": gain, "shift": shift}

@@ -30,7 +30,7 @@ __device__ int pitch_of(int inputs) { return inputs | DEPTH; }
 // loads of N rows are on their way at once.
 template <int N>
 __device__ void sums_of(const Phase& phase, const int (&rows)[N], const int (&columns)[N], float4 (&all)[N]) {
-    const int inputs = phase.inputs, heads = phase.added ? phase.heads : 0;
+    const int inputs = phase.inputs, adds = phase.added ? phase.adds : 0;
     Pack<scalar, 4> x[N], gain[N], shift[N], bias[N];
     float2 known[N];
 #pragma unroll
@@ -45,16 +45,16 @@ __device__ void sums_of(const Phase& phase, const int (&rows)[N], const int (&co
         if (phase.shift) shift[i] = load_pack<4>(phase.shift + columns[i]);
     }
 #pragma unroll 1
-    for (int first = 0; first < heads; first += 8) {
+    for (int first = 0; first < adds; first += 8) {
         float4 part[N][8];
 #pragma unroll
         for (int i = 0; i < N; ++i)
 #pragma unroll
             for (int h = 0; h < 8; ++h) {
                 part[i][h] = make_float4(0, 0, 0, 0);
-                if (rows[i] >= 0 && first + h < heads)
+                if (rows[i] >= 0 && first + h < adds)
                     part[i][h] = *reinterpret_cast<const float4*>(
-                        phase.added + (rows[i] * heads + first + h) * inputs + columns[i]);
+                        phase.added + (rows[i] * adds + first + h) * inputs + columns[i]);
             }
 #pragma unroll
         for (int i = 0; i < N; ++i)

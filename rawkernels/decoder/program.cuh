@@ -36,12 +36,13 @@ struct alignas(16) Phase {
     int split, split_keys;              // ATTEND, and the LINEAR behind it: 1 << split blocks at most attend for a row and
                                         // head, each to 1 << split_keys keys or more
     float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
-    // HEAD and SUM; see heads.cuh
-    const float* added;            // (rows, heads, inputs): shares of a sum with the norm of x, stored in `out`; or null
+    // HEAD and SUM, see heads.cuh, and a LINEAR of which each unit has a slice of the inputs
+    const float* added;            // (rows, adds, inputs): shares of a sum with the norm of x, stored in `out`; or null
     const scalar* bias;            // (inputs,), of the sum, or null
     const scalar* output_weights;  // HEAD: packed
-    float* parts;                  // HEAD: (rows, heads, outputs), its result
-    int units, each, unused, reserved;  // HEAD: groups of rows times heads; rows of a group
+    float* parts;                  // HEAD: (rows, heads, outputs), its result; LINEAR: (rows, 1 << slicing, outputs), or null
+    int units, each;               // HEAD: groups of rows times heads; rows of a group
+    int adds, slicing;             // LINEAR: then there is one unit for a block at most, without norm and residual
 };
 static_assert(sizeof(Phase) == 224);
 
@@ -131,6 +132,8 @@ __device__ Shares shares_of(const Phase& phase, int keys) {
     return {count, each};
 }
 
+__device__ int slicing_of(const Phase& phase) { return HEADS ? phase.slicing : 0; }
+
 // ---- the threads that copy
 __device__ void copy_phases(const Phase* program, int phases, const Shared& shared) {
     PipelineState<PHASES> slot;
@@ -185,18 +188,20 @@ __device__ void copy_weights(int phases, int shift, const Shared& shared) {
             mbar_arrive(shared.phase_empty(at.stage));
             continue;
         }
-        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << shift : 0;
-        const int bytes = phase.inputs * TILE * 2;
+        const int slicing = slicing_of(phase), tail = slicing ? 0 : TAIL_BYTES;
+        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << slicing + shift : 0;
+        const int bytes = phase.inputs * TILE * 2 >> slicing;
         const char* weights = reinterpret_cast<const char*>(phase.weights);
         const int first = first_unit(phase);
         mbar_arrive(shared.phase_empty(at.stage));
         for (int unit = first; unit < units; unit += UNITS * gridDim.x) {
             const int here = unit + gridDim.x < units ? UNITS : 1;
-            const char* from = weights + (long long)(unit >> shift) * (bytes + TAIL_BYTES);
+            const char* from = weights + (long long)(unit >> shift >> slicing) * ((bytes << slicing) + TAIL_BYTES);
+            if (slicing) from += ((unit >> shift) & ((1 << slicing) - 1)) * bytes;
             const long long next = (long long)(gridDim.x >> shift) * (bytes + TAIL_BYTES);
             for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES)
                 for (int u = 0; u < here; ++u, slot.next()) {
-                    const u32 size = left <= STAGE_BYTES ? left + TAIL_BYTES : STAGE_BYTES, full = shared.full(slot.stage);
+                    const u32 size = left <= STAGE_BYTES ? left + tail : STAGE_BYTES, full = shared.full(slot.stage);
                     mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
                     mbar_expect(full, size);
                     bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + u * next, size, full);

@@ -96,10 +96,18 @@ CASES = {  # sentences, beams, settings; dtype, steps
 
 HEAD_CASES = {  # of a block; the same, with the number of blocks
     "one sentence, a row a block": (
-        Case(1, 3, {"norm": "pre", "layers": (1, 2)}), BFLOAT16, 2, 8,
+        Case(1, 3, {"norm": "pre", "layers": (1, 2), "ffn": 192}), BFLOAT16, 2, 8,
     ),
     "beams a block, post-norm, bias": (
         Case(2, 4, {**POST, "layers": (1, 2)}), np.float16, 2, 4,
+    ),
+    "slices of two stages, post-norm": (
+        Case(1, 2, {**POST, "layers": (1, 3), "d_model": 32, "heads": 1, "ffn": 4224}),
+        BFLOAT16, 2, 8,
+    ),
+    "slices, two groups of 32": (
+        Case(9, 4, {**POST, "heads": 1, "layers": (1, 2), "d_model": 32, "ffn": 128}), np.float16,
+        1, 16,
     ),
     "a width of an odd number of pieces": (
         Case(3, 2, {**POST, "d_model": 96, "heads": 3, "layers": (1, 1)}, source_room=40),

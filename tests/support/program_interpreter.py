@@ -62,6 +62,14 @@ class Interpreter:
             assert phase["x"] == self.attended["out"] and phase["norm"] == NO_NORM
             for name in SHARED:
                 assert phase[name] == self.attended[name], name
+        if phase["slicing"]:
+            slices = 1 << phase["slicing"]
+            assert phase["norm"] == NO_NORM and not (phase["residual"] or layer["bias"])
+            assert -(-outputs // 16) * slices << self.decoder.shift <= self.decoder.blocks
+            weight = self.read(layer["weight"], (outputs, slices, inputs // slices))
+            x = x.reshape(self.rows, slices, -1)
+            self.written[int(phase["parts"])] = np.einsum("rsi,osi->rso", x, weight)
+            return
         y = self.product(phase, layer, x)
         if phase["activation"] == 1:
             y = np.maximum(y, 0)
@@ -102,7 +110,7 @@ class Interpreter:
             gain, shift = phase["gain"], phase["shift"]
             x = (x - mean) * rstd * self.vector(gain, inputs, 1) + self.vector(shift, inputs, 0)
         parts = self.written[int(phase["added"])]
-        assert parts.shape == (rows, phase["heads"], inputs)
+        assert parts.shape == (rows, phase["adds"], inputs)
         x = x + self.vector(phase["bias"], inputs, 0) + parts.sum(1)
         assert phase["out"] != phase["x"], "others still read it"
         self.written[int(phase["out"])] = x.astype(np.float32)
