@@ -18,8 +18,8 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine import decoder_step
+from gpuattn.engine.decoder_limits import HEAD_ROWS, layers_of, weights_refusal
 from gpuattn.engine.decoder_phases import ACTIVATIONS
-from gpuattn.engine.decoder_step import layers_of, weights_refusal
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.flash_attention import flash_attention
@@ -97,7 +97,7 @@ def step_of(
 def _by_heads(model, state, memory):
     """Return whether so many rows are faster in one launch, as its layers have few phases."""
     rows = state.sentences * state.beam
-    if rows > decoder_step.HEAD_ROWS or decoder_step.refusal(model, rows, state.room):
+    if rows > HEAD_ROWS or decoder_step.refusal(model, rows, state.room):
         return False
     return decoder_step.heads_refusal(model, state, memory) is None
 

@@ -13,7 +13,7 @@ from fake_launches import as_array, launches_on
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import kernels
-from gpuattn.engine import decoder_step
+from gpuattn.engine import decoder_limits, decoder_step
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 BLOCKS = 4
@@ -176,7 +176,8 @@ SHARES = {  # case, dtype, blocks, keys of a share at least, counts; logarithms 
 
 
 def share_keys(monkeypatch, keys):
-    monkeypatch.setattr(decoder_step, "SHARED_ROOM", keys)
+    for module in (decoder_step, decoder_limits):
+        monkeypatch.setattr(module, "SHARED_ROOM", keys)
     monkeypatch.setattr(decoder_step, "SHARE_KEYS", keys)
 
 
