@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-EMBED, LINEAR, ATTEND, HEAD, SUM = range(5)
+EMBED, LINEAR, ATTEND, HEAD, SUM, WIDE = range(6)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
 # as ``struct Phase`` and ``struct Layer`` of the kernels

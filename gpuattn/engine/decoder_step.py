@@ -37,6 +37,7 @@ from gpuattn.engine.decoder_phases import (
     PHASE,
     RMS_NORM,
     SUM,
+    WIDE,
     Added,
     Stream,
 )
@@ -153,7 +154,11 @@ class DecoderStep:
         head = model._head_weight() if translates else model._output_weight()
         self.logits = self._new(head.shape[0])
         bias = getattr(model, "output_bias", None)
-        self._linear(x if norm is None else Stream(x.states, norm), head, bias, self.logits)
+        x = x if norm is None else Stream(x.states, norm)
+        if self.by_heads and not self.shift:
+            self._wide(x, head, bias, self.logits)
+        else:
+            self._linear(x, head, bias, self.logits)
 
     def _layer(self, layer, x, cache, memory, lengths):
         """Append the phases of a layer for the Stream x; return the Stream behind it."""
@@ -329,6 +334,14 @@ class DecoderStep:
             activation=ACTIVATIONS[activation], out=out, **fields,
         )  # fmt: skip
         self._rotate(-(-outputs // TILE) << self.shift)
+
+    def _wide(self, x, weight, bias, out):
+        """Append a product of many outputs for all rows: a warp has a tile of them."""
+        packed, norms = self._packed_weights(weight, bias, x.norm)
+        outputs, inputs = weight.shape
+        self._add(
+            WIDE, outputs=outputs, inputs=inputs, x=x.states, weights=packed, out=out, **norms
+        )  # fmt: skip
 
     def _packed_weights(self, weight, bias, norm):
         """Return the packed weights with ``norm`` folded in, and the fields of a PHASE for it.

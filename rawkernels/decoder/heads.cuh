@@ -1,5 +1,5 @@
 #pragma once
-// HEAD of decoder_step.cu: a block computes what a head of a group of rows needs, around its attention (attention.cuh):
+// HEAD, SUM and WIDE of decoder_step.cu. HEAD: a block computes what a head of a group of rows needs, around its attention (attention.cuh):
 // queries, and the new keys and values if the text is its own; and the share that the head has in the output projection.
 // The shares of heads are added by who reads the sum: the next HEAD, or SUM.
 #include "common/mma_sync.cuh"
@@ -119,6 +119,122 @@ __device__ void gather(const Phase& phase, const Shared& shared, int first_row, 
     sync_consumers();
 }
 
+// Mean and 1 / deviation of a row of x in shared memory, by a warp.
+__device__ float2 statistics_of(const Phase& phase, const scalar* row) {
+    const int inputs = phase.inputs;
+    float sum = 0, squares = 0;
+    for (int k = threadIdx.x % 32 * 8; k < inputs; k += 32 * 8) {
+        float x[8];
+        unpack(x, load_pack<8>(row + k));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += x[i], squares += x[i] * x[i];
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other <<= 1) {
+        sum += __shfl_xor_sync(~0u, sum, other);
+        squares += __shfl_xor_sync(~0u, squares, other);
+    }
+    const float part = reciprocal(inputs), mean = phase.norm == LAYER_NORM ? sum * part : 0.f;
+    return make_float2(mean, rsqrtf(fmaxf(squares * part - mean * mean, 0.f) + phase.eps));
+}
+
+// The product of a tile of weights in shared memory and N times 8 rows of x, of which there are `rows`; by a warp.
+template <int N>
+__device__ void multiply_tile(float (&y)[N][4], u32 weights, const scalar* x, int rows, int inputs) {
+    constexpr int AHEAD = 4, CHAINS = N == 1 ? 4 : 2;  // sums that do not wait for each other
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, pitch = pitch_of(inputs), pieces = inputs / DEPTH;
+    const u32 own = (u32)__cvta_generic_to_shared(x + g * pitch + t * 8);
+    float d[N][CHAINS][4] = {};
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; piece += AHEAD)
+#pragma unroll
+        for (int p = 0; p < AHEAD; ++p) {
+            if (piece + p >= pieces) break;
+            const u32 from = weights + (piece + p) * PIECE * 2 + lane * 16;
+            const uint4 low = load_shared_uint4(from), high = load_shared_uint4(from + PIECE);
+            const u32 a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                uint4 b = make_uint4(0, 0, 0, 0);
+                if (n * 8 + g < rows) b = load_shared_uint4(own + (n * 8 * pitch + (piece + p) * DEPTH) * 2);
+                mma(scalar(), d[n][p * 2 % CHAINS], a0, b.x, b.y);
+                mma(scalar(), d[n][p * 2 % CHAINS + 1], a1, b.z, b.w);
+            }
+        }
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            y[n][i] = d[n][0][i] + d[n][1][i];
+            if (CHAINS == 4) y[n][i] += d[n][CHAINS - 2][i] + d[n][CHAINS - 1][i];
+        }
+}
+
+// WIDE: a product of many outputs, norm(x) W^T + bias, by tiles: a warp has the tiles of every eighth place in the block's
+// range with all their inputs, so that no partial sums are added.
+__device__ void multiply_tiles(const Phase& phase, const Shared& shared, const Grid& grid, PipelineState<SLOTS>& slot,
+                               const Texts& texts) {
+    constexpr int LOADS = 8;
+    grid.wait();
+    const Tiles tiles = tiles_of(phase);
+    if (tiles.first >= tiles.end) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int inputs = phase.inputs, outputs = phase.outputs, norm = phase.norm, pitch = pitch_of(inputs);
+    const int width = inputs / 8, items = texts.rows * width;
+    scalar* rows = reinterpret_cast<scalar*>(shared.partial());  // (texts.rows, pitch)
+#pragma unroll 1
+    for (int start = threadIdx.x; start < items; start += LOADS * CONSUMERS) {
+        uint4 x[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            x[i] = make_uint4(0, 0, 0, 0);
+            if (start + i * CONSUMERS < items) x[i] = load_states(phase.x + (start + i * CONSUMERS) * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int item = start + i * CONSUMERS, row = quotient(item, reciprocal(width));
+            if (item < items) *reinterpret_cast<uint4*>(rows + row * pitch + (item - row * width) * 8) = x[i];
+        }
+    }
+    sync_consumers();
+    float2* statistics = reinterpret_cast<float2*>(shared.rows());
+    for (int row = warp; norm && row < texts.rows; row += WARPS) {
+        const float2 found = statistics_of(phase, rows + row * pitch);
+        if (lane == 0) statistics[row] = found;
+    }
+    sync_consumers();
+    const int step = tiles_of_slot(inputs);
+#pragma unroll 1
+    for (int first = tiles.first; first < tiles.end; first += step) {
+        mbar_wait(shared.full(slot.stage), slot.parity);
+#pragma unroll 1
+        for (int u = 0; u < step && first + u < tiles.end; ++u) {
+            if ((first + u - tiles.first) % WARPS != warp) continue;
+            const u32 weights = shared.ring + slot.stage * SLOT_BYTES + u * (inputs * TILE * 2 + TAIL_BYTES);
+            float d[COLUMNS][4];
+            multiply_tile(d, weights, rows, texts.rows, inputs);
+            const u32 tail = weights + inputs * TILE * 2 + g * 4;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {  // output g or g + 8
+                const float sum = load_shared_float(tail + half * 32), offset = load_shared_float(tail + TILE * 4 + half * 32);
+                const int column = (first + u) * TILE + half * 8 + g;
+                if (column >= outputs) continue;
+#pragma unroll
+                for (int i = 0; i < 2 * COLUMNS; ++i) {
+                    const int row = i / 2 * 8 + 2 * t + i % 2, at = 2 * half + i % 2;
+                    if (row >= texts.rows) continue;
+                    const float2 known = norm ? statistics[row] : make_float2(0, 1);
+                    const float y = known.y * (d[i / 2][at] - known.x * sum) + offset;
+                    phase.out[(long long)row * outputs + column] = scalar(y);
+                }
+            }
+        }
+        __syncwarp();
+        release(shared.empty(slot.stage));
+        slot.next();
+    }
+}
+
 // Queries, and keys and values, of the block's head for its rows: to head.queries().
 __device__ void project(const Phase& phase, const Shared& shared, PipelineState<SLOTS>& slot, int first_row, bool writes) {
     constexpr int TILES = HEAD_DIM / TILE;
@@ -128,20 +244,7 @@ __device__ void project(const Phase& phase, const Shared& shared, PipelineState<
     const scalar* rows = head.rows();
     float2* statistics = reinterpret_cast<float2*>(shared.rows());  // mean and 1 / deviation of the block's rows
     if (norm && warp < each) {
-        float sum = 0, squares = 0;
-        for (int k = lane * 8; k < inputs; k += 32 * 8) {
-            float x[8];
-            unpack(x, load_pack<8>(rows + warp * pitch + k));
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum += x[i], squares += x[i] * x[i];
-        }
-#pragma unroll
-        for (int other = 1; other < 32; other <<= 1) {
-            sum += __shfl_xor_sync(~0u, sum, other);
-            squares += __shfl_xor_sync(~0u, squares, other);
-        }
-        const float part = reciprocal(inputs), mean = norm == LAYER_NORM ? sum * part : 0.f;
-        const float2 found = make_float2(mean, rsqrtf(fmaxf(squares * part - mean * mean, 0.f) + phase.eps));
+        const float2 found = statistics_of(phase, rows + warp * pitch);
         if (lane == 0) {
             statistics[warp] = found;
             if (phase.statistics_out && writes)
@@ -152,8 +255,7 @@ __device__ void project(const Phase& phase, const Shared& shared, PipelineState<
     float2 known[2];  // of the rows 2t, 2t + 1
 #pragma unroll
     for (int i = 0; i < 2; ++i) known[i] = norm && 2 * t + i < each ? statistics[2 * t + i] : make_float2(0, 1);
-    const int tiles = (phase.slots ? 3 : 1) * TILES, step = tiles_of_slot(inputs), pieces = inputs / DEPTH;
-    const u32 own = (u32)__cvta_generic_to_shared(rows + g * pitch + t * 8);
+    const int tiles = (phase.slots ? 3 : 1) * TILES, step = tiles_of_slot(inputs);
 #pragma unroll 1
     for (int first = 0; first < tiles; first += step) {
         mbar_wait(shared.full(slot.stage), slot.parity);
@@ -161,28 +263,14 @@ __device__ void project(const Phase& phase, const Shared& shared, PipelineState<
         for (int u = 0; u < step; ++u) {  // a warp multiplies every eighth tile
             if ((first + u) % WARPS != warp) continue;
             const u32 weights = shared.ring + slot.stage * SLOT_BYTES + u * (inputs * TILE * 2 + TAIL_BYTES);
-            float d[4][4] = {};
-            constexpr int AHEAD = 4;
-#pragma unroll 1
-            for (int piece = 0; piece < pieces; piece += AHEAD)
-#pragma unroll
-                for (int p = 0; p < AHEAD; ++p) {
-                    if (piece + p >= pieces) break;
-                    const u32 from = weights + (piece + p) * PIECE * 2 + lane * 16;
-                    const uint4 low = load_shared_uint4(from), high = load_shared_uint4(from + PIECE);
-                    uint4 x = make_uint4(0, 0, 0, 0);
-                    if (g < each) x = load_shared_uint4(own + (piece + p) * DEPTH * 2);
-                    const u32 a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
-                    mma(scalar(), d[p % 2 * 2], a0, x.x, x.y);
-                    mma(scalar(), d[p % 2 * 2 + 1], a1, x.z, x.w);
-                }
+            float d[1][4];
+            multiply_tile(d, weights, rows, each, inputs);
             const u32 tail = weights + inputs * TILE * 2 + g * 4;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // output g or g + 8 of row 2t or 2t + 1
                 const int row = 2 * t + i % 2;
                 const float sum = load_shared_float(tail + i / 2 * 32), offset = load_shared_float(tail + TILE * 4 + i / 2 * 32);
-                float y = d[0][i] + d[1][i] + (d[2][i] + d[3][i]);
-                y = known[i % 2].y * (y - known[i % 2].x * sum) + offset;
+                const float y = known[i % 2].y * (d[0][i] - known[i % 2].x * sum) + offset;
                 if (row < each)
                     head.queries()[row * 3 * HEAD_DIM + (first + u) * TILE + i / 2 * 8 + g] = scalar(y);
             }

@@ -5,7 +5,7 @@
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
 
-enum Kind { EMBED, LINEAR, ATTEND, HEAD, SUM };
+enum Kind { EMBED, LINEAR, ATTEND, HEAD, SUM, WIDE };
 enum Norm { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, GELU };
 
@@ -177,14 +177,36 @@ __device__ void copy_head(const Phase& phase, PipelineState<SLOTS>& slot, const 
     }
 }
 
+// The tiles of WIDE that a block has: [first, end).
+struct Tiles {
+    int first, end;
+};
+__device__ Tiles tiles_of(const Phase& phase) {
+    const int all = ceil_div(phase.outputs, TILE), most = ceil_div(all, gridDim.x), first = first_unit(phase) * most;
+    return {first, min(first + most, all)};
+}
+__device__ void copy_wide(const Phase& phase, PipelineState<SLOTS>& slot, const Shared& shared) {
+    const Tiles own = tiles_of(phase);
+    const int unit_bytes = phase.inputs * TILE * 2 + TAIL_BYTES, step = tiles_of_slot(phase.inputs);
+    const char* from = reinterpret_cast<const char*>(phase.weights);
+    for (int tile = own.first; tile < own.end; tile += step, slot.next()) {
+        const int bytes = min(step, own.end - tile) * unit_bytes;
+        const u32 full = shared.full(slot.stage);
+        mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
+        mbar_expect(full, bytes);
+        bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + (long long)tile * unit_bytes, bytes, full);
+    }
+}
+
 __device__ void copy_weights(int phases, int shift, const Shared& shared) {
     PipelineState<SLOTS> slot;
     PipelineState<PHASES> at;
     for (int i = 0; i < phases; ++i, at.next()) {
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (HEADS && phase.kind == HEAD) {
-            copy_head(phase, slot, shared);
+        if (HEADS && (phase.kind == HEAD || phase.kind == WIDE)) {
+            if (phase.kind == HEAD) copy_head(phase, slot, shared);
+            else copy_wide(phase, slot, shared);
             mbar_arrive(shared.phase_empty(at.stage));
             continue;
         }

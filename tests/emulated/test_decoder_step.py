@@ -261,12 +261,21 @@ MISTAKES = {  # file, what is replaced, by what
 
 
 WAIT = "mbar_wait(shared.full(slot.stage), slot.parity);"
+EACH_STEP = "for (int first = 0; first < tiles; first += step) {\n        "
+EACH_TILE = "for (int first = tiles.first; first < tiles.end; first += step) {\n        "
+SHARED_ROWS = "    float2* statistics = reinterpret_cast<float2*>(shared.rows());\n"
 HEAD_MISTAKES = {  # the same for a head of a block
     "no wait for the grid before a head": (
         "attention.cuh", "grid.wait();\n            gather", "gather"
     ),
     "no wait for the weights of a projection": (
-        "heads.cuh", f"{WAIT}\n#pragma unroll 1", "#pragma unroll 1"
+        "heads.cuh", f"{EACH_STEP}{WAIT}", EACH_STEP
+    ),
+    "no wait for the weights of the vocabulary": (
+        "heads.cuh", f"{EACH_TILE}{WAIT}", EACH_TILE
+    ),
+    "no barrier before all rows are read": (
+        "heads.cuh", f"    sync_consumers();\n{SHARED_ROWS}", SHARED_ROWS
     ),
     "no wait for the weights of the outputs": (
         "heads.cuh", f"{WAIT}\n#pragma unroll 2", "#pragma unroll 2"
@@ -278,7 +287,7 @@ HEAD_MISTAKES = {  # the same for a head of a block
         "heads.cuh", "    sync_consumers();\n    uint4 x[PARTS]", "    uint4 x[PARTS]"
     ),
     "no barrier before the rows are read": (
-        "heads.cuh", "    sync_consumers();\n}\n\n// Queries", "}\n\n// Queries"
+        "heads.cuh", "    sync_consumers();\n}\n\n// Mean", "}\n\n// Mean"
     ),
     "no wait for the grid before a sum": ("heads.cuh", "{\n    grid.wait();\n", "{\n"),
 }  # fmt: skip
@@ -289,7 +298,7 @@ def test_mistakes_are_found(name, monkeypatch, tmp_path):
     """Each is found by at least one order of events."""
     case, mistake = Case(3, 1, {"bias": False}), MISTAKES.get(name)
     if mistake is None:
-        case, mistake = Case(2, 3, {"norm": "post", "layers": (1, 1)}), HEAD_MISTAKES[name]
+        case, mistake = Case(2, 3, {**POST, "vocab": 800, "layers": (1, 1)}), HEAD_MISTAKES[name]
     file, there, instead = mistake
     root = tmp_path / "rawkernels"
     shutil.copytree(kernels.ROOT, root)

@@ -70,6 +70,7 @@ def test_program(name):
     assert [n for n in decoder.phases["slicing"] if n] == slices
     layers = len(decoder_step.layers_of(search.model))
     assert decoder.by_heads == by_heads
+    assert (kinds[-1] == decoder_step.WIDE) == (by_heads and decoder.shift == 0)
     assert kinds.count(decoder_step.HEAD) == 2 * by_heads * layers
     assert len(kinds) == 2 + layers * (5 if by_heads else 8 if case.translates else 5)
 

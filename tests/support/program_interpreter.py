@@ -4,7 +4,16 @@ import ctypes
 
 import numpy as np
 
-from gpuattn.engine.decoder_phases import ATTEND, EMBED, HEAD, LAYER_NORM, LINEAR, NO_NORM, SUM
+from gpuattn.engine.decoder_phases import (
+    ATTEND,
+    EMBED,
+    HEAD,
+    LAYER_NORM,
+    LINEAR,
+    NO_NORM,
+    SUM,
+    WIDE,
+)
 
 SHARED = (  # fields of the attention that the linear layer behind it has too, if blocks share keys
     "counts", "slots", "heads", "room", "warps", "per_beam", "split", "split_keys", "shares",
@@ -32,7 +41,7 @@ class Interpreter:
     def __call__(self):
         for phase in self.decoder.phases:
             kinds = {EMBED: self.embed, LINEAR: self.multiply, ATTEND: self.attend}
-            kinds |= {HEAD: self.head, SUM: self.sum}
+            kinds |= {HEAD: self.head, SUM: self.sum, WIDE: self.multiply}
             kinds[int(phase["kind"])](phase)
         return self.read(self.decoder.phases[-1]["out"], (self.rows, -1))
 
