@@ -1,7 +1,7 @@
 #pragma once
-// HEAD, SUM and WIDE of decoder_step.cu. HEAD: a block computes what a head of a group of rows needs, around its attention (attention.cuh):
-// queries, and the new keys and values if the text is its own; and the share that the head has in the output projection.
-// The shares of heads are added by who reads the sum: the next HEAD, or SUM.
+// HEAD, SUM and WIDE of decoder_step.cu. HEAD: a block computes what a head of a group of rows needs, around its attention
+// (attention.cuh): queries, and the new keys and values if the text is its own; and the share that the head has in the
+// output projection. The shares of heads are added by who reads the sum: the next HEAD, or SUM.
 #include "common/mma_sync.cuh"
 #include "common/pack.cuh"
 #include "common/pair.cuh"
