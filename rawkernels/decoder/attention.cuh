@@ -204,8 +204,11 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) acc[i] *= whole;
             const int to = (row << split) + share;
-            if constexpr (WHOLE) store_pack(Head(shared).attended() + (row - first_row) * HEAD_DIM + column, acc);
-            else store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, acc);
+            if constexpr (WHOLE) {  // in shared memory: store_pack is for global memory
+                const uint4 both = {pack_pair(scalar(), acc[0], acc[1]), pack_pair(scalar(), acc[2], acc[3]),
+                                    pack_pair(scalar(), acc[4], acc[5]), pack_pair(scalar(), acc[6], acc[7])};
+                *reinterpret_cast<uint4*>(Head(shared).attended() + (row - first_row) * HEAD_DIM + column) = both;
+            } else store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, acc);
             if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(peak, sum);
         }
         if constexpr (WHOLE) return project_out(phase, shared, slot, first_row, head);  // each block has one unit at most

@@ -197,8 +197,9 @@ void movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x);
 void fence_proxy_async_shared_cta();
 
 // ---- global memory
-template <typename T> T __ldcg(const T* from) { return *from; }
-template <typename T> void __stcg(T* to, T x) { *to = x; }
+void check_global(const void* address);  // instructions for global memory fault at addresses of shared memory
+template <typename T> T __ldcg(const T* from) { return check_global(from), *from; }
+template <typename T> void __stcg(T* to, T x) { check_global(to), *to = x; }
 inline void __threadfence() {}
 void st_global_b32(u64 address, int x);
 inline void max_NaN_f32(float& y, float a, float b) { y = a != a || b != b ? NAN : fmaxf(a, b); }
@@ -207,13 +208,15 @@ inline void atom_acq_rel_gpu_global_inc_u32(u32& before, u32* to, u32 last) {
     *to = before < last ? before + 1 : 0;
 }
 inline void st_global_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
+    check_global(to);
     *(uint4*)to = {x, y, z, w};
 }
 template <typename T> void mad_wide_s32(T*& y, int by, T* x) { y = x + by; }
 inline void st_global_cs_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
-    *(uint4*)to = {x, y, z, w};
+    st_global_v4_b32(to, x, y, z, w);
 }
 inline void ld_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
+    check_global(from);
     const uint4 v = *(const uint4*)from;
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
@@ -229,6 +232,7 @@ void ld_acquire_gpu_global_u32(u32& x, const u32* from);
 inline void st_release_gpu_global_b32(int* to, int x) { *to = x; }
 inline void st_release_gpu_global_u32(u32* to, u32 x) { *to = x; }
 inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w) {
+    check_global(to);
     float4& sum = *(float4*)to;
     sum = {sum.x + x, sum.y + y, sum.z + z, sum.w + w};
 }

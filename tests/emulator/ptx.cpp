@@ -102,6 +102,15 @@ void fence_proxy_async_shared_cta() {
 
 // ---- global memory
 void st_global_b32(u64, int) { fail("a wait timed out"); }
+
+static bool is_in(const std::vector<unsigned char>& memory, const void* address) {
+    return address >= memory.data() && address < memory.data() + memory.size();
+}
+void check_global(const void* address) {
+    bool shared = is_in(me->block->memory, address);
+    for (const auto& [_, memory] : me->block->variables) shared |= is_in(memory, address);
+    if (shared) fail("an instruction for global memory has an address of shared memory");
+}
 void ld_acquire_gpu_global_b32(int& x, const int* from) { give_way(); x = *from; }
 void ld_acquire_gpu_global_u32(u32& x, const u32* from) { give_way(); x = *from; }
 void red_release_gpu_global_add_s32(int* to) { ++*to; }

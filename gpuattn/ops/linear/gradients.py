@@ -21,7 +21,7 @@ from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
 FULL_TILES = 200  # tiles of dweight that fill a GPU by themselves
-JOINT_SIZE = 1 << 24  # numbers of dz, from which on a launch of both is slower
+JOINT_SIZE = 1 << 24  # numbers of dz, beyond which a launch of both is slower
 SIDE_SHARE = 2  # a matmul on the side stream is planned for 1 / SIDE_SHARE of the multiprocessors
 
 
@@ -52,7 +52,7 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
         dz = {"codes": "codes", "none": "dy"}.get(kind, "elementwise")
     adds = into[2] is not None and into[2][1]  # to a bias gradient: no library does
     joint = needs[1] and needs[2] and dz != "elementwise" and not adds
-    joint = joint and dy.shape[-1] > 1 and math.prod(dy.shape) < JOINT_SIZE
+    joint = joint and dy.shape[-1] > 1 and math.prod(dy.shape) <= JOINT_SIZE
     small = needs[1] and _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) < FULL_TILES
     return Plan(dz, joint, small)
 
