@@ -8,49 +8,47 @@ one persistent kernel for a model: Hazy Research, "Look Ma, No Bubbles!" (2025).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.tape import raw
-from gpuattn.cuda.kernels import kernel
-from gpuattn.engine.decoder_limits import (
-    DEPTH,
-    FILE,
-    SHARED_ROOM,
-    blocks_of,
-    groups_of,
-    heads_refusal,
-    layers_of,
-    refusal,
-)
-from gpuattn.engine.decoder_phases import (
-    ACTIVATIONS,
-    ATTEND,
-    EMBED,
-    HEAD,
-    LAYER,
-    LAYER_NORM,
-    LINEAR,
-    PHASE,
-    RMS_NORM,
-    SUM,
-    WIDE,
-    Added,
-    Stream,
-)
+from gpuattn.cuda.gpu import dotted, gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
 from gpuattn.nn.norm import LayerNorm
 
-PACK = "decoder/pack_weights.cu"
+FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
 THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
-TILE = 16  # outputs of a unit
-SHARE_KEYS = 64  # keys of a share, at least
+TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
+GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
+MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
+SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
-MOST_SLICING = 2  # logarithm of the slices of the feed-forward's output
-SUMS = 128  # columns that a block adds in SUM
+BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
+EMBED, LINEAR, ATTEND = range(3)
+NO_NORM, LAYER_NORM, RMS_NORM = range(3)
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
+# as ``struct Phase`` and ``struct Layer`` of the kernels
+PHASE = np.dtype([
+    *((name, np.int32) for name in ("kind", "norm", "activation", "rotation", "outputs", "inputs")),
+    *((name, np.float32) for name in ("eps", "scale")),
+    *((name, np.uint64) for name in (
+        "x", "weights", "residual", "statistics", "gain", "shift",
+        "statistics_out", "out", "keys", "values", "counts", "slots", "shares",
+    )),
+    *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
+    *((name, np.int32) for name in ("split", "split_keys")),
+    *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
+])  # fmt: skip
+LAYER = np.dtype([
+    *((name, np.uint64) for name in (
+        "weight", "gain", "shift", "bias", "packed",
+    )),
+    *((name, np.int32) for name in ("outputs", "inputs", "first", "unused")),
+])  # fmt: skip
 
 
 def decoder_of(
@@ -60,6 +58,57 @@ def decoder_of(
     if refusal(model, state.sentences * state.beam, state.room):
         return None
     return DecoderStep(model, state, caches, memory, lengths)
+
+
+def refusal(model: Any, rows: int, room: int) -> str | None:
+    """Return why a step of ``rows`` texts of up to ``room`` keys is not one launch, or None."""
+    if reason := weights_refusal(model, FILE):
+        return reason
+    if rows > MOST_ROWS or rows * room > MOST_KEYS:
+        got = f"there are {rows} rows of up to {room} keys"
+        return f"{got}; up to {MOST_ROWS} rows and {MOST_KEYS} keys in all one launch is faster"
+    for layer in layers_of(model):
+        own, forward = layer.attention, layer.feed_forward
+        if own.rotary or own.normalises:
+            return "queries and keys are rotated or normalised"
+        if own.head_dim not in GROUPS:
+            return f"the head size is {own.head_dim}, the kernel takes 32, 64 or 128"
+        if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
+            return "the activation is not ReLU or the tanh form of GELU"
+        for linear in (own.qkv, own.out, forward.inner, forward.out):
+            if linear.weight.shape[1] % DEPTH or linear.weight.shape[0] % 2:
+                shape, accepted = linear.weight.shape, f"even outputs and a multiple of {DEPTH}"
+                return f"a weight is {shape}, the kernel takes {accepted} inputs"
+    return None
+
+
+def weights_refusal(model: Any, file: str) -> str | None:
+    """Return why the kernel of a step in ``file`` does not take the weights of a model, or None."""
+    weight = model.parameters()[0].data
+    if reason := kernel_refusal(weight, "the weight"):
+        return reason
+    if weight.itemsize != 2:
+        return f"the weights are {weight.dtype}, the kernel takes float16 or bfloat16"
+    capability = gpu(weight.device.id).capability
+    if not serves(file, capability):
+        return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
+    return None
+
+
+def layers_of(model: Any) -> Sequence[Any]:
+    """Return the layers that a step runs."""
+    return model.decoder if hasattr(model, "decoder") else model.layers
+
+
+class Stream(NamedTuple):
+    """States (rows, width), or what ``norm`` makes of them.
+
+    ``shares``: fields of a PHASE that say which rows are shares of the attention of a row, if any.
+    """
+
+    states: Any
+    norm: Any = None
+    shares: Any = None
 
 
 class DecoderStep:
@@ -78,10 +127,11 @@ class DecoderStep:
         self.state, self.count = state, state.sentences * state.beam
         self.like = like = model.parameters()[0].data
         xp, first = get_xp(like), layers_of(model)[0]
-        self.blocks = blocks_of(model)
+        self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
         self.head_dim = first.attention.head_dim
-        self.group, self.shift = groups_of(self.count, self.head_dim)
-        self.by_heads = heads_refusal(model, state, memory) is None
+        sizes = GROUPS[self.head_dim]
+        self.group = next((size for size in sizes if size >= self.count), sizes[-1])
+        self.shift = (-(-self.count // self.group) - 1).bit_length()  # 1 << shift groups
         self._held: list[Any] = []  # arrays whose addresses the program has
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
@@ -95,19 +145,13 @@ class DecoderStep:
         scalar = ctype(like.dtype)
         self._run = kernel(
             FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim,
-            SHARES=int(self.phases["split"].any()), HEADS=int(self.by_heads),
+            SHARES=int(self.phases["split"].any()),
         )  # fmt: skip
         self._pack = kernel(PACK, "pack_weights", scalar=scalar)
 
     def pack(self) -> None:
         """Copy the weights, as they are now, into the order in which the step reads them."""
         self._pack((len(self._owners),), (PACK_THREADS,), self._weights, self._owners)
-
-    def between(self) -> list[Any]:
-        """Return the arrays that a step writes before it reads them, for tests."""
-        parts = self._parts if self.by_heads else []
-        states = [*self._states, self._projected, self._attended, self._inner]
-        return [*states, self._statistics, self._others, *parts]
 
     def __call__(self) -> Any:
         state = self.state
@@ -125,17 +169,7 @@ class DecoderStep:
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
         self._states = [self._new(width) for _ in range(2)]
-        # two, as some blocks write those of a sum while others read those of its parts
-        shape = self.group << self.shift, 2
-        self._statistics, self._others = (
-            arrays.zeros(self.like, shape, np.float32) for _ in range(2)
-        )
-        if self.by_heads:
-            heads = max(first.attention.heads, first.cross_attention.heads)
-            shape = self.group << self.shift, heads, width
-            self._parts = [arrays.zeros(self.like, shape, np.float32) for _ in range(2)]
-            shape = shape[0], 1 << MOST_SLICING, width
-            self._parts.append(arrays.zeros(self.like, shape, np.float32))
+        self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
         self._projected = self._new(first.attention.qkv.weight.shape[0])
         self._attended = self._new(first.attention.out.weight.shape[1])
         sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
@@ -148,22 +182,15 @@ class DecoderStep:
         )  # fmt: skip
         x = Stream(self._states[0])
         for i, layer in enumerate(layers_of(model)):
-            self._is_last = i == len(caches) - 1
             x = self._layer(layer, x, caches[i], memory[i] if translates else None, lengths)
         norm = model.decoder_norm if translates else model.norm
         head = model._head_weight() if translates else model._output_weight()
         self.logits = self._new(head.shape[0])
         bias = getattr(model, "output_bias", None)
-        x = x if norm is None else Stream(x.states, norm)
-        if self.by_heads and not self.shift:
-            self._wide(x, head, bias, self.logits)
-        else:
-            self._linear(x, head, bias, self.logits)
+        self._linear(x if norm is None else Stream(x.states, norm), head, bias, self.logits)
 
     def _layer(self, layer, x, cache, memory, lengths):
         """Append the phases of a layer for the Stream x; return the Stream behind it."""
-        if self.by_heads:
-            return self._layer_by_heads(layer, x, cache, memory, lengths)
         own, forward, norms = layer.attention, layer.feed_forward, iter(layer.norms)
 
         def branch(inside):
@@ -196,96 +223,6 @@ class DecoderStep:
             branch(attend_memory)
         branch(feed)
         return x
-
-    def _layer_by_heads(self, layer, x, cache, memory, lengths):
-        """Append the same in fewer phases: see ``rawkernels/decoder/heads.cuh``."""
-        own, cross, norms = layer.attention, layer.cross_attention, iter(layer.norms)
-        forward, pre, state = layer.feed_forward, layer.pre_norm, self.state
-        of_text = {
-            "keys": cache.k, "values": cache.v, "counts": state.key_counts, "slots": state.slots,
-        }  # fmt: skip
-        of_source = {"keys": memory[0], "values": memory[1], "counts": lengths}
-        for attention, projection, fields in (
-            (own, own.qkv, of_text), (cross, cross.q, of_source),
-        ):  # fmt: skip
-            norm = next(norms)
-            states, inside = self._head(x, norm if pre else x.norm, attention, projection, fields)
-            parts = self._parts[fields is of_source]
-            bias, heads = attention.out.bias, attention.heads
-            added = Added(parts, bias, None if pre else inside, heads)
-            x = Stream(states, None if pre else norm, added=added)
-        states = self._other(x.states)
-        self._add(
-            SUM, inputs=states.shape[1], x=x.states, out=states, **self._sum_fields(x.added),
-        )  # fmt: skip
-        self._rotate(-(-self.count * states.shape[1] // SUMS))
-        x, norm, inner = Stream(states, x.norm), next(norms), forward.inner
-        into = Stream(x.states, norm) if pre else x
-        self._linear(into, inner.weight, inner.bias, self._inner, inner.activation)
-        out, slicing = forward.out, self._slicing(*forward.out.weight.shape)
-        if slicing and not self._is_last:
-            return Stream(x.states, None if pre else norm, added=self._sliced(out, slicing, x.norm))
-        states = self._other(x.states)
-        self._linear(Stream(self._inner), out.weight, out.bias, states, residual=x)
-        return Stream(states, None if pre else norm)
-
-    def _slicing(self, outputs, inputs):
-        """Return the logarithm of the slices of the inputs of a product, a block's unit each."""
-        slicing, units = 0, -(-outputs // TILE) << self.shift
-        while slicing < MOST_SLICING and not inputs % (2 * DEPTH << slicing):
-            if units * (2 << slicing) > self.blocks:
-                break
-            slicing += 1
-        return slicing
-
-    def _sliced(self, linear, slicing, norm):
-        """Append the product of the inner states as shares of slices; return what is Added."""
-        outputs, inputs = linear.weight.shape
-        packed, _ = self._packed_weights(linear.weight, None, None)
-        self._add(
-            LINEAR, outputs=outputs, inputs=inputs, x=self._inner, weights=packed, slicing=slicing,
-            parts=self._parts[2],
-        )  # fmt: skip
-        self._rotate(-(-outputs // TILE) << self.shift + slicing)
-        return Added(self._parts[2], linear.bias, norm, 1 << slicing)
-
-    def _head(self, x, norm, attention, projection, fields):
-        """Append the HEAD phase of ``attention`` to norm(x); return the states of x, and ``norm``.
-
-        Its result is in ``_parts``, the second ones for a memory.
-        """
-        (outputs, inputs), heads = attention.out.weight.shape, attention.heads
-        each = self._rows_of_a_block(heads)
-        units, states, sums = self.count // each * heads, x.states, {}
-        if x.added:
-            states = self._other(x.states)
-            sums = self._sum_fields(x.added) | {"out": states}
-        packed, norms = self._packed_weights(projection.weight, projection.bias, norm)
-        columns, _ = self._packed_weights(attention.out.weight, None, None)
-        self._add(
-            HEAD, x=x.states, inputs=inputs, outputs=outputs, weights=packed, units=units,
-            output_weights=columns, parts=self._parts["slots" not in fields], heads=heads,
-            kv_heads=heads, room=fields["keys"].shape[1], scale=self.head_dim**-0.5, each=each,
-            warps=WARPS >> (each - 1).bit_length(), per_beam=1 / self.state.beam,
-            per_head=1 / heads, per_kv_head=1, **fields, **sums, **norms,
-        )  # fmt: skip
-        self._rotate(units)
-        return states, norm
-
-    def _rows_of_a_block(self, heads):
-        """Return 1 where there are blocks for each row and head, else the beams of a sentence."""
-        return 1 if self.count * heads <= self.blocks else self.state.beam
-
-    def _other(self, states):
-        return self._states[states is self._states[0]]
-
-    def _sum_fields(self, added):
-        """Return the fields of a PHASE that say what is added to its x."""
-        fields = {"added": added.parts, "bias": added.bias, "adds": added.adds}
-        if added.norm is not None:
-            gain, shift = _parameters(added.norm)
-            fields |= {"statistics": self._statistics, "gain": gain, "shift": shift}
-        return fields
 
     def _attend(self, attention, projection, **fields):
         """Append the attention of what ``projection`` made; return its Stream."""
@@ -320,10 +257,19 @@ class DecoderStep:
 
     def _linear(self, x, weight, bias, out, activation=None, residual=None):
         """Append ``out = activation(x weight^T + bias) + residual``; the two are Streams."""
-        assert not (x.shares and x.norm), "rows that are shares have no norm"
         outputs, inputs = weight.shape
-        packed, norms = self._packed_weights(weight, bias, x.norm)
-        fields = (x.shares or {}) | norms
+        units, norm = -(-outputs // TILE), x.norm
+        packed = arrays.empty(self.like, (units, TILE * (inputs + 4)))  # see pack_weights.cu
+        gain, shift = _parameters(norm)
+        self._packed.append(self._record(
+            LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
+            outputs=outputs, inputs=inputs, first=self._units,
+        ))  # fmt: skip
+        fields = x.shares or {}
+        assert not (x.shares and norm), "rows that are shares have no norm"
+        if norm is not None:
+            kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
+            fields = {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}
         if residual is not None:
             fields["residual"] = residual.states
             if residual.norm is not None:
@@ -333,40 +279,8 @@ class DecoderStep:
             LINEAR, outputs=outputs, inputs=inputs, x=x.states, weights=packed,
             activation=ACTIVATIONS[activation], out=out, **fields,
         )  # fmt: skip
-        self._rotate(-(-outputs // TILE) << self.shift)
-
-    def _wide(self, x, weight, bias, out):
-        """Append a product of many outputs for all rows: a warp has a tile of them."""
-        packed, norms = self._packed_weights(weight, bias, x.norm)
-        outputs, inputs = weight.shape
-        self._add(
-            WIDE, outputs=outputs, inputs=inputs, x=x.states, weights=packed, out=out, **norms
-        )  # fmt: skip
-
-    def _packed_weights(self, weight, bias, norm):
-        """Return the packed weights with ``norm`` folded in, and the fields of a PHASE for it.
-
-        The statistics of that phase are ``_statistics`` then.
-        """
-        outputs, inputs = weight.shape
-        units = -(-outputs // TILE)
-        packed = arrays.empty(self.like, (units, TILE * (inputs + 4)))  # see pack_weights.cu
-        gain, shift = _parameters(norm)
-        self._packed.append(self._record(
-            LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
-            outputs=outputs, inputs=inputs, first=self._units,
-        ))  # fmt: skip
         self._units += units
-        if norm is None:
-            return packed, {}
-        self._statistics, self._others = self._others, self._statistics
-        kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
-        return packed, {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}
-
-    def _rotate(self, units):
-        """Let the next phase begin behind the blocks that have the units of the last one."""
-        units = -(-units >> self.shift) << self.shift
-        self._rotation = (self._rotation + units) % self.blocks
+        self._rotation = (self._rotation + (units << self.shift)) % self.blocks
 
     def _add(self, kind, **fields):
         self._phases.append(self._record(PHASE, kind=kind, rotation=self._rotation, **fields))

@@ -18,8 +18,7 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine import decoder_step
-from gpuattn.engine.decoder_limits import HEAD_ROWS, layers_of, weights_refusal
-from gpuattn.engine.decoder_phases import ACTIVATIONS
+from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.step_attention import memory_attention
@@ -88,18 +87,10 @@ def step_of(
     """
     rows, own = state.sentences * state.beam, (model, state, caches, memory, lengths)
     by_rows = not batch_invariant and refusal(model, rows) is None
-    if by_rows and rows >= LEAST_ROWS and (paged or not _by_heads(model, state, memory)):
+    if by_rows and rows >= LEAST_ROWS:
         return RowStep(*own)
     whole = None if paged else decoder_step.decoder_of(*own)
     return whole or (RowStep(*own) if by_rows else None)
-
-
-def _by_heads(model, state, memory):
-    """Return whether so many rows are faster in one launch, as its layers have few phases."""
-    rows = state.sentences * state.beam
-    if rows > HEAD_ROWS or decoder_step.refusal(model, rows, state.room):
-        return False
-    return decoder_step.heads_refusal(model, state, memory) is None
 
 
 def is_one_launch(model: Any, rows: int, room: int) -> bool:

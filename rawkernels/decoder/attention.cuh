@@ -3,21 +3,18 @@
 #include "common/math.cuh"
 #include "common/mma_sync.cuh"
 #include "common/pack.cuh"
-#include "decoder/heads.cuh"
+#include "decoder/program.cuh"
 
 // The attention of a row and head by phase.warps warps, each with a range of the keys; or by all warps of several blocks,
 // of which each then has one row and head alone. Logits are products of 16 keys (operand a) and the query (operand b, the
 // same in all 8 columns); a lane has those of the keys g, g + 8, ...
-// WHOLE: a block has a head of a group of rows, for HEAD, with its projections.
-template <bool WHOLE>
-__device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, PipelineState<SLOTS>& slot,
-                       const Texts& texts) {
+__device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts) {
     constexpr int WIDTH = 8, LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES;       // of a value; values of a warp at a time
     constexpr int KEYS = HEAD_DIM == 128 ? 16 : 32, TILES = KEYS / 16, PARTS = HEAD_DIM / DEPTH, VALUES = KEYS / GROUPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = lane / LANES, column = lane % LANES * WIDTH;
-    const int team = WARPS / phase.warps, part = warp & (phase.warps - 1), heads = phase.heads;
-    const int units = WHOLE ? phase.units : texts.rows * heads, split = split_of(phase);
+    const int team = WARPS / phase.warps, part = warp & (phase.warps - 1), heads = phase.heads, units = texts.rows * heads;
+    const int split = split_of(phase);
     const int key_stride = phase.kv_heads * HEAD_DIM;
     const long long row_stride = (long long)phase.room * key_stride;
     const bool own = phase.slots != nullptr, shares = own && texts.beam > 1;
@@ -29,24 +26,14 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
 #pragma unroll 1
     for (; base < units << split; base += gridDim.x * team) {
         const int share = base & ((1 << split) - 1);
-        int row, head, sentence, beam_row, first_row = 0;
-        bool there;
-        if constexpr (WHOLE) {
-            const int group = quotient(base, phase.per_head), inside = warp / phase.warps;
-            head = base - group * heads, first_row = group * phase.each;
-            there = inside < phase.each, row = there ? first_row + inside : first_row;
-            sentence = quotient(row, per_beam), beam_row = row - sentence * texts.beam;
-        } else {
-            const int unit = (base >> split) + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
-            sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
-            beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
-            there = unit < units;
-        }
+        const int unit = (base >> split) + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
+        const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
+        const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
         const int kv_head = quotient(head, phase.per_kv_head);
         float acc[WIDTH] = {}, peak = NEG_INF, sum = 0;
         int start = 0, end = 0, last = -1;  // keys of this warp; the new key
         const short* slots = phase.slots + (long long)row * phase.room;
-        if (there) {
+        if (unit < units) {
             const int count = keys_of(phase, row, sentence);
             const int each = shares_of(phase, count).each;
             start = (share * phase.warps + part) * each, end = min(count, start + each);
@@ -81,29 +68,17 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
                 if (key < end && key != last) v[s] = load_states(all_values + place(key) + column);
             }
         };
-        if constexpr (WHOLE) {  // the keys arrive beside the products; before, the shares of sums need the registers
-            grid.wait();
-            gather(phase, shared, first_row, head == 0);
-        }
         load_keys();
         load_values();
-        if constexpr (WHOLE) project(phase, shared, slot, first_row, head == 0);
-        else if (!waited) grid.wait();
+        if (!waited) grid.wait();
         waited = true;
         uint4 q[PARTS] = {};
-        if (there) {
-            const scalar *query, *key, *value;
-            if constexpr (WHOLE) {
-                query = Head(shared).queries() + (row - first_row) * 3 * HEAD_DIM;
-                key = query + HEAD_DIM, value = key + HEAD_DIM;
-            } else {
-                query = phase.x + (long long)row * phase.stride;
-                key = query + (heads + kv_head) * HEAD_DIM, value = key + phase.kv_heads * HEAD_DIM;
-                query += head * HEAD_DIM;
-            }
+        if (unit < units) {
+            const scalar* query = phase.x + (long long)row * phase.stride;
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + p * DEPTH + t * 8);
+            for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + head * HEAD_DIM + p * DEPTH + t * 8);
             if (own) {
+                const scalar *key = query + (heads + kv_head) * HEAD_DIM, *value = key + phase.kv_heads * HEAD_DIM;
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) new_k[p] = load_states(key + p * DEPTH + t * 8);
                 new_v = load_states(value + column);
@@ -166,7 +141,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             for (int i = 0; i < WIDTH; ++i) acc[i] += __shfl_xor_sync(~0u, acc[i], other);
         if (phase.warps > 1) {
             constexpr int SIZE = HEAD_DIM + 8;  // of a warp's result: (HEAD_DIM,), peak and sum
-            float* state = (WHOLE ? Head(shared).states() : partial) + warp * SIZE;
+            float* state = partial + warp * SIZE;
             if (group == 0) {
                 *reinterpret_cast<float4*>(state + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
                 *reinterpret_cast<float4*>(state + column + 4) = make_float4(acc[4], acc[5], acc[6], acc[7]);
@@ -199,18 +174,13 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             }
             partial = partial == shared.partial() ? shared.partial() + PARTIAL : shared.partial();
         }
-        if (part == 0 && group == 0 && there) {
+        if (part == 0 && group == 0 && unit < units) {
             const float whole = reciprocal(sum);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) acc[i] *= whole;
             const int to = (row << split) + share;
-            if constexpr (WHOLE) {  // in shared memory: store_pack is for global memory
-                const uint4 both = {pack_pair(scalar(), acc[0], acc[1]), pack_pair(scalar(), acc[2], acc[3]),
-                                    pack_pair(scalar(), acc[4], acc[5]), pack_pair(scalar(), acc[6], acc[7])};
-                *reinterpret_cast<uint4*>(Head(shared).attended() + (row - first_row) * HEAD_DIM + column) = both;
-            } else store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, acc);
+            store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, acc);
             if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(peak, sum);
         }
-        if constexpr (WHOLE) return project_out(phase, shared, slot, first_row, head);  // each block has one unit at most
     }
 }

@@ -5,10 +5,9 @@
 // it runs ahead of the others through all phases, as far as its ring of shared memory allows, so that a barrier does not
 // stop the stream of weights. Others copy the phases themselves and prefetch keys and values.
 //
-// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0; HEADS = 0
-// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128; SHARES = 0; HEADS = 0
-// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 1; HEADS = 0 (blocks share the keys of a row)
-// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0; HEADS = 1 (HEAD, SUM, WIDE; no ATTEND)
+// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0
+// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128; SHARES = 0
+// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 1 (blocks share the keys of a row)
 // Launch:    grid = (multiprocessors, a multiple of 1 << shift,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
 //            cooperative: decoder_step
 // Arch: sm_90a
@@ -72,10 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
         if (phase.kind == LINEAR) multiply(phase, shared, grid, slot, texts);
-        else if (phase.kind == EMBED) embed(phase, texts);
-        else if (HEADS && phase.kind == SUM) add_shares(phase, grid, texts);
-        else if (HEADS && phase.kind == WIDE) multiply_tiles(phase, shared, grid, slot, texts);
-        else attend<HEADS>(phase, shared, grid, slot, texts);
+        else if (phase.kind == ATTEND) attend(phase, shared, grid, texts);
+        else embed(phase, texts);
         if (i + 1 < phases) grid.arrive();
         if (threadIdx.x == 0) mbar_arrive(shared.phase_empty(at.stage));  // after a barrier of all that read it
     }

@@ -21,14 +21,12 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     constexpr int ITEMS = UNITS * PAIRS <= CONSUMERS ? 1 : UNITS * PAIRS / CONSUMERS;  // pairs of a thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int shift = texts.shift, split = split_of(phase), share = g & ((1 << split) - 1);
-    const int slicing = slicing_of(phase), width = phase.inputs, inputs = width >> slicing, outputs = phase.outputs;
-    const int stages = ceil_div(inputs, DEPTH * WARPS * PIECES);
-    const int units = ceil_div(outputs, TILE) << slicing + shift, norm = phase.norm;
+    const int inputs = phase.inputs, outputs = phase.outputs, stages = ceil_div(inputs, DEPTH * WARPS * PIECES);
+    const int units = ceil_div(outputs, TILE) << shift, norm = phase.norm;
     int unit = first_unit(phase);
     if (unit >= units) return grid.wait();
     const int first_row = (unit & ((1 << shift) - 1)) * ROWS, row = first_row + threadIdx.x % ROWS;  // row: of its pairs
-    const int slice = slicing ? (unit >> shift) & ((1 << slicing) - 1) : 0;
-    const scalar* x = phase.x + (first_row + g) * width + slice * inputs + warp * DEPTH + t * 8;
+    const scalar* x = phase.x + (first_row + g) * inputs + warp * DEPTH + t * 8;
     uint4 even[PIECES][COLUMNS], odd[PIECES][COLUMNS];  // operands b of two stages
     const auto load = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
 #pragma unroll
@@ -37,7 +35,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 b[p][c] = make_uint4(0, 0, 0, 0);
-                if (k + warp * DEPTH < inputs) b[p][c] = load_states(x + k + c * 8 * width);
+                if (k + warp * DEPTH < inputs) b[p][c] = load_states(x + k + c * 8 * inputs);
             }
         }
     };
@@ -89,7 +87,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = threadIdx.x + i * CONSUMERS, u = item / PAIRS;
-            columns[i] = ((unit + u * gridDim.x) >> shift >> slicing) * TILE + item % PAIRS / ROWS * 2;
+            columns[i] = ((unit + u * gridDim.x) >> shift) * TILE + item % PAIRS / ROWS * 2;
             if (u >= here || columns[i] >= outputs) columns[i] = -1;
             before[i] = gain[i] = bias[i] = 0;
             if (columns[i] < 0 || !phase.residual) continue;
@@ -213,10 +211,6 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             for (int w = 0; w < WARPS; ++w) {
                 const float* from = partial + item / PAIRS * PARTIAL + (w * TILE + item % PAIRS / ROWS * 2) * PITCH;
                 y.x += from[item % ROWS], y.y += from[item % ROWS + PITCH];
-            }
-            if (slicing) {
-                *reinterpret_cast<float2*>(phase.parts + ((row << slicing) + slice) * outputs + columns[i]) = y;
-                continue;
             }
             if (norm) y.x = rstd * (y.x - mean * sums[i].x), y.y = rstd * (y.y - mean * sums[i].y);
             y.x = activated(y.x + offsets[i].x, phase.activation), y.y = activated(y.y + offsets[i].y, phase.activation);

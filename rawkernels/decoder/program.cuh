@@ -5,7 +5,7 @@
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
 
-enum Kind { EMBED, LINEAR, ATTEND, HEAD, SUM, WIDE };
+enum Kind { EMBED, LINEAR, ATTEND };
 enum Norm { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, GELU };
 
@@ -19,11 +19,10 @@ struct alignas(16) Phase {
     const scalar* x;          // LINEAR: input (rows, inputs); ATTEND: queries; EMBED: table
     const scalar* weights;    // LINEAR: packed by pack_weights; EMBED: positions (length, width) or null
     const scalar* residual;   // (rows, outputs), added to the result, or null
-    const float* statistics;  // (rows, 2): mean and 1 / deviation of the rows of `residual`, or null: it is added as it is.
-                              // HEAD and SUM: of x
-    const scalar* gain;       // (outputs,), of the norm of `residual`. HEAD and SUM: (inputs,), of x
+    const float* statistics;  // (rows, 2): mean and 1 / deviation of the rows of `residual`, or null: it is added as it is
+    const scalar* gain;       // (outputs,), of the norm of `residual`
     const scalar* shift;      // or null
-    float* statistics_out;    // LINEAR and HEAD with a norm: the statistics of x, or of the sum, or null
+    float* statistics_out;    // LINEAR with a norm: the statistics of x, or null
     scalar* out;              // (rows, outputs)
     scalar* keys;             // ATTEND: (sentences or rows, room, kv_heads, HEAD_DIM)
     scalar* values;
@@ -36,15 +35,8 @@ struct alignas(16) Phase {
     int split, split_keys;              // ATTEND, and the LINEAR behind it: 1 << split blocks at most attend for a row and
                                         // head, each to 1 << split_keys keys or more
     float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
-    // HEAD and SUM, see heads.cuh, and a LINEAR of which each unit has a slice of the inputs
-    const float* added;            // (rows, adds, inputs): shares of a sum with the norm of x, stored in `out`; or null
-    const scalar* bias;            // (inputs,), of the sum, or null
-    const scalar* output_weights;  // HEAD: packed
-    float* parts;                  // HEAD: (rows, heads, outputs), its result; LINEAR: (rows, 1 << slicing, outputs), or null
-    int units, each;               // HEAD: groups of rows times heads; rows of a group
-    int adds, slicing;             // LINEAR: then there is one unit for a block at most, without norm and residual
 };
-static_assert(sizeof(Phase) == 224);
+static_assert(sizeof(Phase) == 176);
 
 constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
 constexpr int COPY_REGISTERS = 40, REGISTERS = 232;             // with 384 threads a launch gives 168 to each
@@ -53,7 +45,7 @@ constexpr int TILE = 16, DEPTH = 32, PIECE = TILE * DEPTH;      // outputs, inpu
 constexpr int TAIL_BYTES = 2 * TILE * 4;                        // sums and offsets behind the pieces of a unit
 constexpr int PIECES = ROWS == 32 ? 2 : 4;                      // of a stage for each warp
 constexpr int STAGE_BYTES = PIECES * WARPS * PIECE * 2;
-constexpr int SLOT_BYTES = STAGE_BYTES + (HEADS ? 2 : 1) * TAIL_BYTES;  // two units of HEAD or more
+constexpr int SLOT_BYTES = STAGE_BYTES + TAIL_BYTES;
 constexpr int COLUMNS = ROWS / 8;                               // operands b
 constexpr int UNITS = 2;                                        // that a block multiplies at a time
 constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
@@ -132,8 +124,6 @@ __device__ Shares shares_of(const Phase& phase, int keys) {
     return {count, each};
 }
 
-__device__ int slicing_of(const Phase& phase) { return HEADS ? phase.slicing : 0; }
-
 // ---- the threads that copy
 __device__ void copy_phases(const Phase* program, int phases, const Shared& shared) {
     PipelineState<PHASES> slot;
@@ -145,85 +135,24 @@ __device__ void copy_phases(const Phase* program, int phases, const Shared& shar
     }
 }
 
-// The tiles of a projection of HEAD that lie in a slot, with their sums and offsets.
-__device__ int tiles_of_slot(int inputs) {
-    return inputs * TILE * 4 + 2 * TAIL_BYTES <= SLOT_BYTES && HEAD_DIM > TILE ? 2 : 1;
-}
-
-// The weights of HEAD: rows of queries, keys and values of the head, then its columns of the output projection.
-__device__ void copy_head(const Phase& phase, PipelineState<SLOTS>& slot, const Shared& shared) {
-    constexpr int TILES = HEAD_DIM / TILE, COLUMNS_BYTES = HEAD_DIM * TILE * 2, MOST = STAGE_BYTES / COLUMNS_BYTES;
-    const int unit = first_unit(phase);
-    if (unit >= phase.units) return;
-    const int heads = phase.heads, head = unit - quotient(unit, phase.per_head) * heads;
-    const int unit_bytes = phase.inputs * TILE * 2 + TAIL_BYTES, step = tiles_of_slot(phase.inputs);
-    const char* from = reinterpret_cast<const char*>(phase.weights) + (long long)head * TILES * unit_bytes;
-    for (int part = 0; part < (phase.slots ? 3 : 1); ++part)
-        for (int tile = 0; tile < TILES; tile += step, slot.next()) {
-            const u32 full = shared.full(slot.stage);
-            mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
-            mbar_expect(full, step * unit_bytes);
-            bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + (long long)(part * heads * TILES + tile) * unit_bytes,
-                      step * unit_bytes, full);
-        }
-    const char* columns = reinterpret_cast<const char*>(phase.output_weights) + head * COLUMNS_BYTES;
-    for (int left = ceil_div(phase.outputs, TILE); left > 0; left -= MOST, slot.next()) {
-        const int here = left < MOST ? left : MOST;
-        const u32 full = shared.full(slot.stage), to = shared.ring + slot.stage * SLOT_BYTES;
-        mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
-        mbar_expect(full, here * COLUMNS_BYTES);
-        for (int i = 0; i < here; ++i, columns += heads * COLUMNS_BYTES + TAIL_BYTES)
-            bulk_load(to + i * COLUMNS_BYTES, columns, COLUMNS_BYTES, full);
-    }
-}
-
-// The tiles of WIDE that a block has: [first, end).
-struct Tiles {
-    int first, end;
-};
-__device__ Tiles tiles_of(const Phase& phase) {
-    const int all = ceil_div(phase.outputs, TILE), most = ceil_div(all, gridDim.x), first = first_unit(phase) * most;
-    return {first, min(first + most, all)};
-}
-__device__ void copy_wide(const Phase& phase, PipelineState<SLOTS>& slot, const Shared& shared) {
-    const Tiles own = tiles_of(phase);
-    const int unit_bytes = phase.inputs * TILE * 2 + TAIL_BYTES, step = tiles_of_slot(phase.inputs);
-    const char* from = reinterpret_cast<const char*>(phase.weights);
-    for (int tile = own.first; tile < own.end; tile += step, slot.next()) {
-        const int bytes = min(step, own.end - tile) * unit_bytes;
-        const u32 full = shared.full(slot.stage);
-        mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
-        mbar_expect(full, bytes);
-        bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + (long long)tile * unit_bytes, bytes, full);
-    }
-}
-
 __device__ void copy_weights(int phases, int shift, const Shared& shared) {
     PipelineState<SLOTS> slot;
     PipelineState<PHASES> at;
     for (int i = 0; i < phases; ++i, at.next()) {
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (HEADS && (phase.kind == HEAD || phase.kind == WIDE)) {
-            if (phase.kind == HEAD) copy_head(phase, slot, shared);
-            else copy_wide(phase, slot, shared);
-            mbar_arrive(shared.phase_empty(at.stage));
-            continue;
-        }
-        const int slicing = slicing_of(phase), tail = slicing ? 0 : TAIL_BYTES;
-        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << slicing + shift : 0;
-        const int bytes = phase.inputs * TILE * 2 >> slicing;
+        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << shift : 0;
+        const int bytes = phase.inputs * TILE * 2;
         const char* weights = reinterpret_cast<const char*>(phase.weights);
         const int first = first_unit(phase);
         mbar_arrive(shared.phase_empty(at.stage));
         for (int unit = first; unit < units; unit += UNITS * gridDim.x) {
             const int here = unit + gridDim.x < units ? UNITS : 1;
-            const char* from = weights + (long long)(unit >> shift >> slicing) * ((bytes << slicing) + TAIL_BYTES);
-            if (slicing) from += ((unit >> shift) & ((1 << slicing) - 1)) * bytes;
+            const char* from = weights + (long long)(unit >> shift) * (bytes + TAIL_BYTES);
             const long long next = (long long)(gridDim.x >> shift) * (bytes + TAIL_BYTES);
             for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES)
                 for (int u = 0; u < here; ++u, slot.next()) {
-                    const u32 size = left <= STAGE_BYTES ? left + tail : STAGE_BYTES, full = shared.full(slot.stage);
+                    const u32 size = left <= STAGE_BYTES ? left + TAIL_BYTES : STAGE_BYTES, full = shared.full(slot.stage);
                     mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
                     mbar_expect(full, size);
                     bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + u * next, size, full);
@@ -239,7 +168,7 @@ __device__ void prefetch_keys(int phases, const Texts& texts, const Shared& shar
     for (int i = 0; i < phases; ++i, at.next()) {
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (phase.kind == ATTEND || phase.kind == HEAD) {
+        if (phase.kind == ATTEND) {
             const long long key_bytes = phase.kv_heads * HEAD_DIM * 2, row_bytes = phase.room * key_bytes;
             const int texts_there = phase.slots ? texts.rows : texts.rows / texts.beam, parts = ceil_div(row_bytes, BYTES);
             for (int n = blockIdx.x + threadIdx.x % 32 * gridDim.x; n < texts_there * parts * 2; n += 32 * gridDim.x) {

@@ -49,12 +49,11 @@ SPILLED = {
     },
     "attention/decode_attention.cu": {"sm_75": 12, "sm_120": 4, "sm_121": 4},
     "attention/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 60},
-    "decoder/decoder_step.cu": {"sm_90a": 64},
+    "decoder/decoder_step.cu": {"sm_90a": 4},
 }  # fmt: skip
 """Bytes that a thread may spill, by architecture: at head size 128, dropout's random words need
-more registers; so do up to eight numbers of the decoder step, used once or twice in a phase (with
-16 and 32 rows and a head in a block), one or two numbers of decoding at head size 256, and the list
-of rows that beams see."""
+more registers; so do one number of the decoder step, used once in a phase, one or two numbers of
+decoding at head size 256, and the list of rows that beams see."""
 
 
 def variants():

@@ -13,19 +13,17 @@ from fake_launches import as_array, launches_on
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import kernels
-from gpuattn.engine import decoder_limits, decoder_step
+from gpuattn.engine import decoder_step
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 BLOCKS = 4
 
 
-def emulated(
-    case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None, by_heads=None
-):  # fmt: skip
+def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None):
     """Return a search after ``steps`` by the emulator, and the logits of each.
 
     ``texts``: (Search, n), the first n sentences are as there. ``order``: of events, a seed.
-    ``counts``: keys of each sentence, if not random. ``by_heads``: what the step must be.
+    ``counts``: keys of each sentence, if not random.
     """
     machine, card = emulator.Machine(order, blocks), replace(GPUS["9.0"], multiprocessors=blocks)
     with launches_on(card), pytest.MonkeyPatch.context() as patch:
@@ -35,10 +33,7 @@ def emulated(
             search.take(*texts)
         decoder, found = search.decoder(), []
         assert decoder.blocks == blocks
-        assert by_heads in (None, decoder.by_heads)
         decoder.pack()
-        for x in decoder.between():
-            x[...] = np.nan
         for step in range(steps):
             if step:
                 search.advance()
@@ -94,50 +89,6 @@ CASES = {  # sentences, beams, settings; dtype, steps
 }  # fmt: skip
 
 
-HEAD_CASES = {  # of a block; the same, with the number of blocks
-    "one sentence, a row a block": (
-        Case(1, 3, {"norm": "pre", "layers": (1, 2), "ffn": 192}), BFLOAT16, 2, 8,
-    ),
-    "beams a block, post-norm, bias": (
-        Case(2, 4, {**POST, "layers": (1, 2)}), np.float16, 2, 4,
-    ),
-    "slices of two stages, post-norm": (
-        Case(1, 2, {**POST, "layers": (1, 3), "d_model": 32, "heads": 1, "ffn": 4224}),
-        BFLOAT16, 2, 8,
-    ),
-    "slices, two groups of 32": (
-        Case(9, 4, {**POST, "heads": 1, "layers": (1, 2), "d_model": 32, "ffn": 128}), np.float16,
-        1, 16,
-    ),
-    "a width of an odd number of pieces": (
-        Case(3, 2, {**POST, "d_model": 96, "heads": 3, "layers": (1, 1)}, source_room=40),
-        BFLOAT16, 1, 12,
-    ),
-    "heads of 64, two rings of a projection": (
-        Case(1, 5, {"norm": "post", "d_model": 128, "layers": (1, 1), "ffn": 64, "vocab": 40},
-             room=70, source_room=35), BFLOAT16, 2, 4,
-    ),
-    "more heads than are added at once": (
-        Case(1, 2, {**POST, "d_model": 288, "heads": 9, "layers": (1, 1), "ffn": 32}),
-        BFLOAT16, 1, 20,
-    ),
-    "greedy, groups of 16": (
-        Case(9, 1, {"norm": "pre", "heads": 1, "layers": (1, 1)}), np.float16, 1, 12,
-    ),
-    "groups of 32, 8 beams": (
-        Case(3, 8, {"norm": "pre", "layers": (1, 1), "tied": False, "activation": "gelu"}),
-        BFLOAT16, 1, 8,
-    ),
-    "two groups of 32": (Case(9, 4, {**POST, "heads": 1, "layers": (1, 1)}), BFLOAT16, 1, 12),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", sampled(HEAD_CASES, 3))
-def test_a_block_has_a_head(name):
-    case, dtype, steps, blocks = HEAD_CASES[name]
-    check(case, dtype, steps, blocks=blocks, by_heads=True)
-
-
 @pytest.mark.parametrize("name", sampled(CASES, 2))
 def test_step(name):
     check(*CASES[name])
@@ -176,8 +127,7 @@ SHARES = {  # case, dtype, blocks, keys of a share at least, counts; logarithms 
 
 
 def share_keys(monkeypatch, keys):
-    for module in (decoder_step, decoder_limits):
-        monkeypatch.setattr(module, "SHARED_ROOM", keys)
+    monkeypatch.setattr(decoder_step, "SHARED_ROOM", keys)
     monkeypatch.setattr(decoder_step, "SHARE_KEYS", keys)
 
 
@@ -260,46 +210,10 @@ MISTAKES = {  # file, what is replaced, by what
 }  # fmt: skip
 
 
-WAIT = "mbar_wait(shared.full(slot.stage), slot.parity);"
-EACH_STEP = "for (int first = 0; first < tiles; first += step) {\n        "
-EACH_TILE = "for (int first = tiles.first; first < tiles.end; first += step) {\n        "
-SHARED_ROWS = "    float2* statistics = reinterpret_cast<float2*>(shared.rows());\n"
-HEAD_MISTAKES = {  # the same for a head of a block
-    "no wait for the grid before a head": (
-        "attention.cuh", "grid.wait();\n            gather", "gather"
-    ),
-    "no wait for the weights of a projection": (
-        "heads.cuh", f"{EACH_STEP}{WAIT}", EACH_STEP
-    ),
-    "no wait for the weights of the vocabulary": (
-        "heads.cuh", f"{EACH_TILE}{WAIT}", EACH_TILE
-    ),
-    "no barrier before all rows are read": (
-        "heads.cuh", f"    sync_consumers();\n{SHARED_ROWS}", SHARED_ROWS
-    ),
-    "no wait for the weights of the outputs": (
-        "heads.cuh", f"{WAIT}\n#pragma unroll 2", "#pragma unroll 2"
-    ),
-    "no barrier before queries are read": (
-        "heads.cuh", "    sync_consumers();\n}\n\n// The head's share", "}\n\n// The head's share"
-    ),
-    "no barrier before attended values are read": (
-        "heads.cuh", "    sync_consumers();\n    uint4 x[PARTS]", "    uint4 x[PARTS]"
-    ),
-    "no barrier before the rows are read": (
-        "heads.cuh", "    sync_consumers();\n}\n\n// Mean", "}\n\n// Mean"
-    ),
-    "no wait for the grid before a sum": ("heads.cuh", "{\n    grid.wait();\n", "{\n"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*sampled(MISTAKES, 2), *sampled(HEAD_MISTAKES, 3)])
+@pytest.mark.parametrize("name", sampled(MISTAKES, 2))
 def test_mistakes_are_found(name, monkeypatch, tmp_path):
     """Each is found by at least one order of events."""
-    case, mistake = Case(3, 1, {"bias": False}), MISTAKES.get(name)
-    if mistake is None:
-        case, mistake = Case(2, 3, {**POST, "vocab": 800, "layers": (1, 1)}), HEAD_MISTAKES[name]
-    file, there, instead = mistake
+    file, there, instead = MISTAKES[name]
     root = tmp_path / "rawkernels"
     shutil.copytree(kernels.ROOT, root)
     text = (root / "decoder" / file).read_text()
@@ -307,7 +221,7 @@ def test_mistakes_are_found(name, monkeypatch, tmp_path):
     (root / "decoder" / file).write_text(text.replace(there, instead))
     monkeypatch.setattr(kernels, "ROOT", root)
     monkeypatch.setattr(emulator, "library", emulator.library.__wrapped__)
-    found = False
+    case, found = Case(3, 1, {"bias": False}), False
     for order in range(8):
         try:
             check(case, BFLOAT16, order=order)

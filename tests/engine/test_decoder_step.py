@@ -14,10 +14,9 @@ from program_interpreter import Interpreter
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda.compiler import ROOT
-from gpuattn.engine import Engine, decoder_step, row_step
+from gpuattn.engine import Engine, decoder_step
 from gpuattn.models.llama import Llama, LlamaConfig
 
-WIDE = {"layers": (1, 2), "d_model": 128, "heads": 4, "ffn": 64}
 PROGRAMS = {
     "gpt2": Case(3, 1, {}),
     "grouped heads, no bias, relu": Case(
@@ -34,10 +33,6 @@ PROGRAMS = {
         1, 2, {"norm": "pre", "max_length": 700}, room=600, source_room=300
     ),
     "post-norm": Case(9, 4, {"norm": "post", "layers": (1, 3)}),
-    "post-norm, a row a block": Case(
-        2, 5, {"norm": "post", "layers": (1, 3), "output_bias": True, "ffn": 256}
-    ),
-    "pre-norm, beams a block": Case(6, 8, {**WIDE, "norm": "pre"}, source_room=40),
     "post-norm, learned positions, not padded": Case(
         3, 1, {"norm": "post", "positions": "learned", "tied": False, "pad_vocab": False}
     ),
@@ -64,36 +59,22 @@ def test_program(name):
         decoder.pack()
         assert decoder().shape == (case.rows, decoder.logits.shape[1])
     check_launches(decoder, noted)
-    by_heads = case.translates and not (case.settings.get("kv_heads") or case.room > 256)
-    kinds = [phase["kind"] for phase in decoder.phases]
-    slices = {"post-norm, a row a block": [2, 2], "pre-norm, beams a block": [1]}.get(name, [])
-    assert [n for n in decoder.phases["slicing"] if n] == slices
-    layers = len(decoder_step.layers_of(search.model))
-    assert decoder.by_heads == by_heads
-    assert (kinds[-1] == decoder_step.WIDE) == (by_heads and decoder.shift == 0)
-    assert kinds.count(decoder_step.HEAD) == 2 * by_heads * layers
-    assert len(kinds) == 2 + layers * (5 if by_heads else 8 if case.translates else 5)
 
 
 def check_launches(decoder, noted):
-    packed, rotation = np.stack(decoder._packed), 0
+    packed, linears = np.stack(decoder._packed), 0
     for phase in decoder.phases:
         assert phase["rotation"] % (1 << decoder.shift) == 0
         assert 0 <= phase["rotation"] < decoder.blocks
-        assert phase["rotation"] == rotation % decoder.blocks
+        assert phase["rotation"] == (linears << decoder.shift) % decoder.blocks
         if phase["kind"] == decoder_step.LINEAR:
-            rotation += -(-phase["outputs"] // 16) << decoder.shift + phase["slicing"]
-        elif phase["kind"] in (decoder_step.HEAD, decoder_step.SUM):
-            units = phase["units"] or -(-decoder.count * phase["inputs"] // 128)
-            rotation += -(-units >> decoder.shift) << decoder.shift
-    linears = (-(-packed["outputs"] // 16)).sum()
+            linears += -(-phase["outputs"] // 16)
     assert decoder.group << decoder.shift >= decoder.count
     pack, run = noted
     scalar = ("scalar", "f16")
     assert pack[1:] == ("pack_weights", (scalar,), (linears, 1, 1), (256, 1, 1), 0)
     shares = int(any(phase["split"] for phase in decoder.phases))
     own = {"ROWS": decoder.group, "HEAD_DIM": decoder.head_dim, "SHARES": shares}
-    own["HEADS"] = int(decoder.by_heads)
     constants = (scalar, *own.items())
     assert run[1:] == ("decoder_step", constants, (132, 1, 1), (384, 1, 1), 232448)
     ends = np.cumsum(-(-packed["outputs"] // 16))
@@ -123,46 +104,6 @@ def test_blocks_that_share_keys(count, heads, head_dim, room, split):
     """In rooms of many keys, if there are idle blocks and columns."""
     step = SimpleNamespace(count=count, head_dim=head_dim, blocks=132)
     assert decoder_step.DecoderStep._split(step, heads, room) == (split, 6)
-
-
-FEW, SMALL = {"norm": "pre", "layers": (1, 1)}, {"sentences": 2, "beam": 3}
-HEADS = [  # settings of a translation model, fields of the Case, reason; d_model 64, 2 heads
-    ({}, {}, None), ({"kv_heads": 1}, {}, "heads share keys"),
-    ({}, {"sentences": 1, "beam": 8}, None), ({}, {"sentences": 1, "beam": 9}, "there are 9 beams"),
-    ({"max_length": 300}, {"room": 257}, "257 keys are too many"),
-    ({"max_length": 300}, {"source_room": 257}, "257 keys are too many"),
-    ({"heads": 1}, {}, None), ({"d_model": 128, "heads": 1}, {}, "the head size is 128"),
-    ({"d_model": 256, "heads": 8}, {"sentences": 16, "beam": 1}, None),
-    ({"d_model": 256, "heads": 8}, {"sentences": 17, "beam": 1}, "there are 136 heads"),
-    ({"d_model": 512, "heads": 8}, {"sentences": 8, "beam": 4}, None),
-    ({"d_model": 544, "heads": 17}, {"sentences": 1, "beam": 1}, "heads of width 544"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("settings, fields, said", HEADS)
-def test_which_steps_have_blocks_for_heads(settings, fields, said):
-    case = Case(settings=FEW | settings, **SMALL | fields)
-    with launches_on(GPUS["9.0"]):
-        search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
-        found = decoder_step.heads_refusal(search.model, search.state, search.memory)
-        assert (found is None) if said is None else found.startswith(said)
-        assert search.decoder().by_heads == (said is None)
-
-
-@pytest.mark.parametrize("sentences, settings, whole", [
-    (4, {}, True), (4, {"kv_heads": 1}, True), (8, {}, True), (8, {"kv_heads": 1}, False),
-    (9, {}, False),
-])  # fmt: skip
-def test_few_rows_are_one_launch(sentences, settings, whole):
-    """Up to 16 rows always, up to 32 with blocks for heads."""
-    case = Case(sentences, 4, FEW | {"ffn": 128} | settings)
-    with launches_on(GPUS["9.0"]):
-        search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
-        own = search.model, search.state, search.caches, search.memory, search.memory_lengths
-        step = row_step.step_of(*own)
-        assert type(step) is (decoder_step.DecoderStep if whole else row_step.RowStep)
-        invariant = row_step.step_of(*own, batch_invariant=True)
-        assert type(invariant) is decoder_step.DecoderStep
 
 
 REFUSALS = [  # settings of GPT-2, rows, room, dtype, GPU, what is said
@@ -325,36 +266,10 @@ def test_blocks_share_keys(gpu, counts, head_dim):
             assert bits(plain[row]) == bits(found[row])
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("sentences, beam", [(1, 4), (4, 4), (8, 4), (7, 1), (2, 8), (9, 5)])
-def test_blocks_have_heads(gpu, sentences, beam, norm):
-    """As accurate as the step op by op, the same bits from buffers that held anything."""
-    size = {"vocab": 1000, "d_model": 512, "heads": 8, "layers": (1, 3), "ffn": 1024}
-    case = Case(sentences, beam, {**size, "norm": norm}, room=64, source_room=50)
-    three = exact, by_ops, search = searches(gpu, case, BFLOAT16, np.float32, BFLOAT16, BFLOAT16)
-    decoder = search.decoder()
-    assert decoder.by_heads
-    decoder.pack()
-    for step in range(3):
-        if step:
-            for each in three:
-                each.advance()
-        found = decoder().copy()
-        for x in decoder.between():
-            x.view(np.uint8).fill(0xFF)  # NaN
-        assert bits(decoder()) == bits(found) and not decoder._barrier.any()
-        logits = (found, by_ops.by_ops(), exact.by_ops())
-        assert_as_accurate(*(host(x)[:, :1000] for x in logits))
-    assert_as_accurate(search.stored(), by_ops.stored(), exact.stored())
-
-
-HEADS_CASE = Case(2, 4, {"norm": "post", "d_model": 256, "heads": 8, "layers": (1, 4)})
-
-
-@pytest.mark.parametrize("case", [random_case(1), random_case(4), HEADS_CASE], ids=[1, 4, "heads"])
-def test_a_thousand_replays(gpu, case):
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_thousand_replays(gpu, seed):
     """Replays of a graph give the bits of a call."""
-    (search,) = searches(gpu, case, BFLOAT16, BFLOAT16)
+    (search,) = searches(gpu, random_case(seed), BFLOAT16, BFLOAT16)
     decoder, stream = search.decoder(), gpu.cuda.Stream(non_blocking=True)
     decoder.pack()
     called = bits(decoder())
