@@ -1,6 +1,6 @@
 // The gradient of attention in float32 on CUDA cores with five products instead of seven: delta, then dk and dv by key tiles,
 // which also add their part of dq to global memory. Notes: notes/cuda-cores.md.
-// Constants: scalar = float; HEAD_DIM = 64, 128; EXTRAS = false, true; IN_TURN = true (dq summed in the order of the tiles)
+// Constants: scalar = float; HEAD_DIM = 64, 128; EXTRAS = false, true
 //   (both head sizes rounded up; EXTRAS: softcap, bias without a gradient, slopes or dropout)
 // Launch:    rows: grid = (max(1, ceil(rows * heads / 4)),), block = (128,), one warp per row and head
 //            whole: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
@@ -147,14 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
     float* ds_weights = IN_DOUT ? dout_tile : weights;
 
     // blocks take tiles in the order in which they start: those that a block waits for have started before
-    int block = blockIdx.x;
-    if (IN_TURN) {
-        __shared__ int taken;
-        if (threadIdx.x == 0) taken = atomicAdd(turns, 1);
-        __syncthreads();
-        block = taken;
-    }
-    const Place place = place_at(a, a.keys, OWN, a.heads / a.group, block);
+    __shared__ int taken;
+    if (threadIdx.x == 0) taken = atomicAdd(turns, 1);
+    __syncthreads();
+    const Place place = place_at(a, a.keys, OWN, a.heads / a.group, taken);
     const Sequence s = sequence_at(a, place.number);
     const int kv_head = place.head, first = place.tile * OWN;
     if (first >= s.key_rows) return;
@@ -181,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         return turns + 1 + ((long long)s.number * a.heads + head) * tiles + i / STEP;
     };
     const auto end_turn = [&](int i, int member) {  // of the step before this one, whose parts of dq all threads have added
-        if (IN_TURN && threadIdx.x == 0)
+        if (threadIdx.x == 0)
             increment_release(member > 0 ? turn_of(i, member - 1) : turn_of(i + STEP, a.group - 1));
     };
     const bool any = i >= begin;
@@ -215,17 +211,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         float dq_sum[2][N][4];
         multiply_queries(lane, ds_weights, k_tile, dq_sum);
         if constexpr (PARTS > 1) exchange(thread, lane.warp, weights + WEIGHTS, dq_sum);
-        if (IN_TURN) {
-            // before this tile come those from the first one that queries of this step see
-            if (thread % 32 == 0) wait_for_count(turn_of(i, member), place.tile - max(0, i + s.offset - a.left) / OWN);
-            __syncwarp();
-        }
+        // before this tile come those from the first one that queries of this step see
+        if (thread % 32 == 0) wait_for_count(turn_of(i, member), place.tile - max(0, i + s.offset - a.left) / OWN);
+        __syncwarp();
         const int query = i + lane.query;
         float* row = dq + s.number * a.dq.batch + (s.first_query + query) * a.dq.row + head * a.dq.head;
         add_queries(a, lane, row, s.queries - query, dq_sum);
         i = next, member = next_member;
     }
-    if (IN_TURN && any) {
+    if (any) {
         __syncthreads();
         end_turn(i, member);
     }

@@ -215,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     int beam,
     int room,
     float scale) {
-    // The next launch may start once this one has nothing but started blocks; it loads its weights beside them.
+    if (MODE == APPEND) grid_dependency_wait();
+    // The next launch may start once all blocks of this one have started: row_linear loads its weights beside them.
     const auto wait = [&] { grid_dependency_wait(), grid_launch_dependents(); };
-    if (MODE == APPEND) wait();
     extern __shared__ __align__(16) u32 list[];
     __shared__ float tops[HEADS * WARPS * COLUMNS];
     __shared__ float sums[HEADS * WARPS * COLUMNS];

@@ -31,7 +31,6 @@ FILES = {
 }
 WHOLE_WIDTHS = (64, 128)  # of WIDTHS, those of the gradient in one launch
 MAX_TURNS = 1 << 24  # counters of query tiles: a max_seqlen_q far from the lengths asks for many
-IN_TURN = True  # whether that launch sums dq in the order of the tiles
 
 
 def refuse(
@@ -100,8 +99,6 @@ class _Tiles:
     def kernel(self, part):
         """Return the kernel ``flash_attention_<part>``."""
         constants = {"scalar": self.scalar, "HEAD_DIM": self.width, "EXTRAS": self.extras}
-        if part.startswith("whole"):
-            constants["IN_TURN"] = IN_TURN
         return kernel(FILES[part], f"flash_attention_{part}", **constants)
 
     def shape(self, part, longest, heads):

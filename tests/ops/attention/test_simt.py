@@ -40,7 +40,7 @@ def test_tiles_are_those_of_the_kernels(nvrtc, part, width, extras, capability):
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("capability", [90, 103])
 def test_tiles_of_the_gradient_in_one_launch(nvrtc, width, extras, capability):
-    tile = check_tile("whole", width, extras, capability, IN_TURN=simt.IN_TURN)
+    tile = check_tile("whole", width, extras, capability)
     blocks = 256 // tile.threads
     assert blocks * (tile.shared_bytes + 1024) <= 228 << 10
 
