@@ -226,3 +226,26 @@ def test_an_access_must_be_aligned(alignment, offset):
             AssertionError, match=f"float4' at an address that is {8 >> offset} mod"
         ):
             run((1,), (32,), out)
+
+
+@pytest.mark.parametrize("where", ["dynamic", "fixed", "out"])
+def test_instructions_for_global_memory_take_its_addresses_alone(where):
+    text = f"""
+    #include "common/global_memory.cuh"
+    extern "C" __global__ void store(uint4* out) {{
+        extern __shared__ uint4 dynamic[];
+        __shared__ uint4 fixed[1];
+        if (threadIdx.x == 0) {{
+            fixed[0] = dynamic[0] = uint4{{0, 0, 0, 0}};
+            store_16_bytes({where}, 1, 2, 3, 4);
+        }}
+    }}"""
+    run = emulator.Machine(seed=1).kernel_of(text, "store", [("uint4*", "out")])
+    out = emulator.as_array(np.zeros(16, np.uint32))
+    out = out[-out.ctypes.data // 4 % 4 :][:4]
+    if where == "out":
+        run((1,), (32,), out, shared_bytes=16)
+        assert out.tolist() == [1, 2, 3, 4]
+    else:
+        with pytest.raises(AssertionError, match="an address of shared memory"):
+            run((1,), (32,), out, shared_bytes=16)
