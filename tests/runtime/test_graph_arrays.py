@@ -152,6 +152,22 @@ def test_streams_in_turn(cp):
             check(out, 2 * i)
 
 
+def test_streams_in_turn_of_which_some_are_late(gpu, delayed):
+    f = gpuattn.capture(lambda x: x * 2)
+    for _ in range(2):
+        f(full(gpu, 1))
+    streams = [gpu.cuda.Stream(non_blocking=True) for _ in range(2)]
+    x = [full(gpu, i) for i in range(2 * SLOTS)]
+    gpu.cuda.Device().synchronize()
+    outs = []
+    for start in range(0, len(x), 16):
+        with streams[start // 16 % 2]:
+            outs += [f(one) for one in x[start : start + 16]]
+    gpu.cuda.Device().synchronize()
+    for i, out in enumerate(outs):
+        check(out, 2 * i)
+
+
 def test_threads(cp):
     f, wrong = gpuattn.capture(lambda x, y: x * y + 1), []
     for _ in range(2):
