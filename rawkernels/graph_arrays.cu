@@ -13,15 +13,14 @@ struct Arrays {
     u64 bytes[MOST];       // of each
     u32 before[MOST + 1];  // chunks of the arrays before each one, and of all
     u32 count, first;      // how many arrays; the place of the first one in a slot
-    u32 unused;
+    u32 once;              // 1 for the first launch at the beginning, and for the last one at the end
 };
 
-// `next`: the number of replays that have ended; `now`: the one that runs. A kernel reads one and writes the other: all of its
-// blocks read the same number.
 struct Ring {
-    u32 next, now;
-    u64 slots;  // the address of SLOTS slots of `words` addresses, in memory of the host
+    u32 next, unused;  // how many replays have ended
+    u64 slots;         // the address of SLOTS slots of `words` addresses, in memory of the host
     u64 words;
+    u64 given;         // the address of a copy of the slot of now, on the device
 };
 
 template <typename Word>
@@ -50,17 +49,13 @@ __device__ void copy_bytes(char* to, const char* from, int bytes) {
 }
 
 // A block copies adjacent chunks, which may be of several arrays; less than 2 GiB, as a GPU has some hundreds of blocks.
-template <bool OUT>
-__device__ void copy_arrays(const Arrays& arrays, const Ring* ring, u32 number) {
+template <bool OUT, typename Addresses>
+__device__ void copy_arrays(const Arrays& arrays, Addresses slot) {
     __shared__ u64 given[MOST];
     const u64 chunks = arrays.before[arrays.count];
     const u32 begin = (u32)(blockIdx.x * chunks / gridDim.x), end = (u32)((blockIdx.x + 1) * chunks / gridDim.x);
     const u32 a = threadIdx.x;
-    if (a < arrays.count && arrays.before[a] < end && arrays.before[a + 1] > begin) {
-        // volatile: the host writes beside it, and no cache may keep what was there before
-        const volatile u64* slots = (const volatile u64*)ring->slots;
-        given[a] = slots[number % SLOTS * ring->words + arrays.first + a];
-    }
+    if (a < arrays.count && arrays.before[a] < end && arrays.before[a + 1] > begin) given[a] = slot[arrays.first + a];
     __syncthreads();
 #pragma unroll 1
     for (u32 i = 0; i < arrays.count; ++i) {
@@ -75,19 +70,21 @@ __device__ void copy_arrays(const Arrays& arrays, const Ring* ring, u32 number) 
     }
 }
 
+// The first launch copies the slot too: at the end of the graph its addresses need not come over PCIe.
 extern "C" __global__ void __launch_bounds__(BLOCK) graph_copy_in(
     const __grid_constant__ Arrays arrays,  // are written
     Ring* ring) {                           // ()
-    const u32 number = ring->next;
-    copy_arrays<false>(arrays, ring, number);
-    if (blockIdx.x == 0 && threadIdx.x == 0) ring->now = number;
+    // volatile: the host writes beside it, and no cache may keep what was there before
+    const volatile u64* slot = (const volatile u64*)ring->slots + ring->next % SLOTS * ring->words;
+    if (arrays.once && blockIdx.x == gridDim.x - 1)
+        for (u32 i = threadIdx.x; i < ring->words; i += BLOCK) ((u64*)ring->given)[i] = slot[i];
+    copy_arrays<false>(arrays, slot);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) graph_copy_out(
     const __grid_constant__ Arrays arrays,  // are read
     Ring* ring) {                           // ()
     grid_dependency_wait();
-    const u32 number = ring->now;
-    copy_arrays<true>(arrays, ring, number);
-    if (blockIdx.x == 0 && threadIdx.x == 0) ring->next = number + 1;
+    copy_arrays<true>(arrays, (const u64*)ring->given);
+    if (arrays.once && blockIdx.x == 0 && threadIdx.x == 0) ++ring->next;  // no launch at the end reads it
 }

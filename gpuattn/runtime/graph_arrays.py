@@ -32,7 +32,7 @@ HALF = SLOTS // 2
 ARRAYS = np.dtype(
     [
         ("own", np.uint64, MOST), ("bytes", np.uint64, MOST), ("before", np.uint32, MOST + 1),
-        ("count", np.uint32), ("first", np.uint32), ("unused", np.uint32),
+        ("count", np.uint32), ("first", np.uint32), ("once", np.uint32),
     ]
 )  # fmt: skip
 
@@ -81,36 +81,35 @@ class Ring:
 
     def __init__(self, cupy: Any, done: Any) -> None:
         self.cupy, self.done, self.sent, self.words = cupy, done, 0, 0
-        self.state = cupy.zeros(3, np.uint64)  # Ring of the device code
+        self.state = cupy.zeros(4, np.uint64)  # Ring of the device code
+        self.given: Any = None  # a copy of a slot on the device
         self.slots = memoryview(b"")
         self.over = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]  # replays of a half
 
     def copy_in(self, arrays: Sequence[Array]) -> None:
         """Launch copies from the addresses in the slot to ``arrays``: the graph begins."""
-        self._copy(IN, arrays)
+        for i in range(0, max(1, len(arrays)), MOST):
+            self._copy(IN, arrays[i : i + MOST], i == 0)
 
     def copy_out(self, arrays: Sequence[Array]) -> None:
         """Launch copies of ``arrays`` to the addresses in the slot: the graph ends."""
         if not self.words:
-            self._copy(IN, ())  # a replay begins to count here
-        self._copy(OUT, arrays)
-
-    def _copy(self, name, arrays):
-        device = gpu(self.cupy.cuda.runtime.getDevice())
+            self.copy_in(())
         for i in range(0, max(1, len(arrays)), MOST):
-            some = arrays[i : i + MOST]
-            sizes = np.array([x.nbytes for x in some], np.uint64)
-            ends = np.cumsum((sizes + CHUNK - 1) // CHUNK)
-            given = np.zeros(1, ARRAYS)
-            (one,) = given
-            one["own"][: len(some)] = [x.data.ptr for x in some]
-            one["bytes"][: len(some)] = sizes
-            one["before"][1 : len(some) + 1] = ends
-            one["count"], one["first"] = len(some), self.words
-            self.words += len(some)
-            chunks = int(ends[-1]) if len(some) else 1
-            grid = (min(chunks, BLOCKS * device.multiprocessors),)
-            kernel(FILE, name)(grid, (BLOCK,), given.view(f"V{ARRAYS.itemsize}"), self.state)
+            self._copy(OUT, arrays[i : i + MOST], i + MOST >= len(arrays))
+
+    def _copy(self, name, arrays, once):
+        device, count = gpu(self.cupy.cuda.runtime.getDevice()), len(arrays)
+        sizes = np.array([x.nbytes for x in arrays], np.uint64)
+        given = np.zeros(1, ARRAYS)
+        (one,) = given
+        one["own"][:count] = [x.data.ptr for x in arrays]
+        one["bytes"][:count] = sizes
+        one["before"][1 : count + 1] = np.cumsum((sizes + CHUNK - 1) // CHUNK)
+        one["count"], one["first"], one["once"] = count, self.words, once
+        self.words += count
+        grid = (min(max(1, int(one["before"][count])), BLOCKS * device.multiprocessors),)
+        kernel(FILE, name)(grid, (BLOCK,), given.view(f"V{ARRAYS.itemsize}"), self.state)
 
     def open(self) -> None:
         """Make the slots: the graph is captured, and replays begin after this on its stream."""
@@ -118,7 +117,8 @@ class Ring:
             return
         memory = empty_pinned(SLOTS * self.words, np.uint64)
         self.slots = memoryview(memory)  # type: ignore[arg-type]
-        state = np.array([0, memory.ctypes.data, self.words], np.uint64)
+        self.given = self.cupy.zeros(self.words, np.uint64)
+        state = np.array([0, memory.ctypes.data, self.words, self.given.data.ptr], np.uint64)
         self.state[...] = self.cupy.asarray(state)
 
     def beginning(

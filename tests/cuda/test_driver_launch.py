@@ -236,18 +236,18 @@ def copied_out(x):
     """Return x as the end of a graph copies it."""
     ring, out = begun_ring(x.nbytes)
     ring.words = 0
-    ring._copy(graph_arrays.OUT, [x])
+    ring._copy(graph_arrays.OUT, [x], once=True)
     return out.copy()
 
 
 @functools.cache
 def begun_ring(size):
-    """Return a Ring whose first slot has the address of an array of bytes, and this array."""
+    """Return a Ring of which a replay is to write to an array of bytes, and this array."""
     cupy = arrays.import_cupy()
     ring, out = graph_arrays.Ring(cupy, cupy.cuda.Event()), cupy.zeros(size, np.uint8)
     ring.words = 1
     ring.open()
-    ring.slots[0] = out.data.ptr
+    ring.given.fill(out.data.ptr)
     return ring, out
 
 

@@ -102,14 +102,17 @@ def test_slots_in_turns(emulated, rng):
     ring = Ring(cupy(), None)
     launches = captured(ring, [own.array], [out.array])
     state = ring.state.view(np.uint32)
-    state[:2] = ring.sent = SLOTS - 3
+    state[0] = ring.sent = SLOTS - 3
     for i in range(SLOTS - 3, SLOTS + 2):
         given, result = np.frombuffer(np.uint32(i).tobytes(), np.uint8).copy(), Memory(rng, 4, 0)
         replay(ring, launches, [given, result.array])
         own.check(given)
         result.check(out.array)
-        assert state[0] == i + 1 and state[1] == i
-    state[:2] = 2**32 - 1  # the count wraps around; its last number takes the last slot
+        assert state[0] == i + 1 and list(ring.given) == [
+            given.ctypes.data,
+            result.array.ctypes.data,
+        ]
+    state[0] = 2**32 - 1  # the count wraps around; its last number takes the last slot
     ring.sent = SLOTS - 1
     replay(ring, launches, [given, result.array])
     assert state[0] == 0

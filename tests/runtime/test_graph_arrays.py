@@ -106,7 +106,7 @@ def test_only_inputs_or_only_results(cp):
         check(made(), sum(range(i + 1)))
     assert count.graphs == made.graphs == 1
     for f in (count, made):
-        np.testing.assert_array_equal(to_cpu(ring_of(f).state).view("u4")[:2], [4, 3])
+        assert to_cpu(ring_of(f).state).view("u4")[0] == 4
 
 
 @pytest.mark.parametrize("n", [MOST, MOST + 1, 3 * MOST - 1])

@@ -160,7 +160,7 @@ class Copies:
     def __init__(self, out, given, state):
         self.out, self.state = out, state.data.ptr
         (one,) = given.view(graph_arrays.ARRAYS)
-        self.first, n = int(one["first"]), int(one["count"])
+        self.first, n, self.once = (int(one[name]) for name in ("first", "count", "once"))
         self.own, self.bytes = one["own"][:n].tolist(), one["bytes"][:n].tolist()
 
     def poison(self):
@@ -168,16 +168,19 @@ class Copies:
             ctypes.memset(own, POISON, size)
 
     def __call__(self):
-        counts = (ctypes.c_uint32 * 2).from_address(self.state)
-        slots, words = (ctypes.c_uint64 * 2).from_address(self.state + 8)
-        number = counts[1] if self.out else counts[0]
-        if self.own:
-            at = slots + 8 * (number % graph_arrays.SLOTS * words + self.first)
-            given = (ctypes.c_uint64 * len(self.own)).from_address(at)
-            assert all(given), "nobody has written to this slot"
-            for own, size, other in zip(self.own, self.bytes, given, strict=True):
-                ctypes.memmove(*((other, own) if self.out else (own, other)), size)
-        counts[not self.out] = number + self.out
+        count = ctypes.c_uint32.from_address(self.state)
+        slots, words, now = (ctypes.c_uint64 * 3).from_address(self.state + 8)
+        slot = slots + 8 * (count.value % graph_arrays.SLOTS * words)
+        if self.once and not self.out:
+            ctypes.memmove(now, slot, 8 * words)
+        at = (now if self.out else slot) + 8 * self.first
+        given = (ctypes.c_uint64 * len(self.own)).from_address(at)
+        assert all(given), "nobody has written to this slot"
+        for own, size, other in zip(self.own, self.bytes, given, strict=True):
+            ctypes.memmove(*((other, own) if self.out else (own, other)), size)
+        if self.once and self.out:
+            count.value += 1
+            ctypes.memset(now, 0, 8 * words)
 
 
 def _kernel(file, name):
