@@ -294,8 +294,7 @@ class Captured:
         counter = cupy.full(1, entry.next, np.uint32)
         entry.steps = [DeviceStep(cupy, state) for state in entry.watch.found]
         entry.ring = ring = Ring(cupy, device.done)
-        if entry.has_copies:
-            graph_arrays.load()
+        entry.has_copies = entry.has_copies and graph_arrays.load()
         given, entry.inputs = graph_arrays.inputs_of(leaves, statics, entry.has_copies)
         outputs: list = []
 

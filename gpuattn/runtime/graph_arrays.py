@@ -22,6 +22,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda.generated import Code
 from gpuattn.cuda.gpu import gpu, kernels_refusal
 from gpuattn.cuda.kernels import compile_ahead, kernel
+from gpuattn.errors import KernelCompileError, warn_slow_path
 from gpuattn.runtime.signature import Out, filled
 from gpuattn.typing import Array
 
@@ -45,10 +46,15 @@ def prepare(device: int) -> bool:
     return True
 
 
-def load() -> None:
-    """Load the kernels, so that none is loaded while a stream captures."""
-    for name in (IN, OUT):
-        kernel(FILE, name)
+def load() -> bool:
+    """Load the kernels, so that none is loaded while a stream captures. False if it fails."""
+    try:
+        for name in (IN, OUT):
+            kernel(FILE, name)
+    except KernelCompileError as error:
+        warn_slow_path(f"captured functions copy arguments and results beside graphs: {error}")
+        return False
+    return True
 
 
 def inputs_of(

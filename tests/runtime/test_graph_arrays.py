@@ -12,6 +12,7 @@ from captured import check, full
 import gpuattn
 from gpuattn import nn
 from gpuattn.arrays import to_cpu
+from gpuattn.errors import KernelCompileError
 from gpuattn.runtime import graph_arrays
 from gpuattn.runtime.graph_arrays import HALF, MOST, SLOTS
 
@@ -268,8 +269,17 @@ def test_a_dropped_function_waits_for_its_replays(cp):
             check(out, i + 1)
 
 
-def test_devices_without_kernels(cp, monkeypatch):
-    monkeypatch.setattr(graph_arrays, "kernels_refusal", lambda device: "too old")
+def does_not_compile(file, name):
+    raise KernelCompileError("no compiler")
+
+
+@pytest.mark.filterwarnings("ignore:captured functions copy:gpuattn.errors.SlowPathWarning")
+@pytest.mark.parametrize("lacking", [
+    {"kernels_refusal": lambda device: "too old"}, {"kernel": does_not_compile},
+], ids=["old", "no compiler"])  # fmt: skip
+def test_devices_without_kernels(cp, monkeypatch, lacking):
+    for name, value in lacking.items():
+        monkeypatch.setattr(graph_arrays, name, value)
     f = gpuattn.capture(lambda x, y: (x + y, x.T * 2, y[:0]))
     for i in range(5):
         total, turned, nothing = f(full(cp, i), full(cp, 3))
