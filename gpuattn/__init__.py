@@ -274,7 +274,8 @@ def capture(
     not copied, the function may write to them, and their addresses are part of the signature: for
     weights and the state of an optimizer. All other arrays are copied for the graph, in each call;
     results are new arrays. What the function finds elsewhere, such as globals and a module's
-    parameters, is used where it is; when one of them is replaced, the graph is made anew.
+    parameters, is used where it is; when one of them is replaced, the graph is made anew. For that,
+    set attributes of modules; do not write to ``vars(module)``.
 
     Ops without a seed draw new random numbers in each call. They follow from ``manual_seed``, the
     number of the call and the op's place in it, and so does ``nn.Dropout`` from its ``step``.

@@ -47,6 +47,36 @@ class Box:
         return link
 
 
+class Changed:
+    """``last``: a new object after each change of an attribute of any Counted."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = object()
+
+
+changed = Changed()
+
+
+class Counted:
+    """An object of which is known whether attributes have changed since a ``changed.last``.
+
+    A change comes before its mark: who reads the mark and then the attributes misses none, with
+    any number of threads.
+    """
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        changed.last = object()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        changed.last = object()
+
+
 class Node:
     """One recorded call. ``plan``: its ``plans.Plan`` if that has a program, else None."""
 

@@ -6,7 +6,7 @@ variables, attributes and arrays are the same objects as then.
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import getitem, is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import is_array, on_gpu
-from gpuattn.autodiff.record import Box
+from gpuattn.autodiff.record import Box, Counted, changed
+from gpuattn.cuda.generated import Code
 
 MOST = 20_000  # things that are watched: the walk ends there
 MOST_ITEMS = 4096  # of one list or dict: of longer ones only the length is watched
 CONSTANT = (int, float, complex, str, bytes, type(None), type, ModuleType, np.dtype, np.generic)
 LIBRARIES = {"numpy", "cupy", "cupyx", "ml_dtypes", *sys.stdlib_module_names}  # as good as constant
 CODE = LIBRARIES | {"gpuattn"}  # its functions and classes are
+TRIALS = 6  # after so many looks at the same things, the code that looks is straight lines
+MOST_STRAIGHT, AT_A_TIME = 4096, 128  # things for which there is such code, and in one function
 TENSOR = ("data", "grad", "grad_started", "requires_grad")
 
 
@@ -30,6 +33,8 @@ class Watch:
     Watched are variables of enclosing functions, globals that the code names, and what it names in
     modules and classes, attributes of objects, items of lists and dicts, and of Tensors their
     array, ``grad`` and ``requires_grad``; not the values in arrays, nor what libraries hold inside.
+    Attributes of modules are looked at only after one of any module was set or deleted, which
+    a write to ``vars(module)`` is not.
     ``on_gpu``: whether an array on a GPU is among them. ``apart``: a class; its instances are
     collected in ``found``, not watched. ``of_tensors``: the attributes of Tensors to watch.
     """
@@ -39,26 +44,26 @@ class Watch:
     ) -> None:
         self._roots, self._apart, self._of_tensors, self.on_gpu = roots, apart, of_tensors, False
         self.found: list = []
-        self._attributes: tuple[list, list, list] = [], [], []  # owners, names, values
-        self._items: tuple[list, list, list] = [], [], []
-        self._sizes: tuple[list, list] = [], []  # containers, lengths
+        self._things, self._counted = _Things(), _Things()  # the latter: attributes of Counted
+        self._change = changed.last
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         waiting = list(roots)
-        while waiting and len(self._attributes[0]) + len(self._items[0]) < MOST:
+        while waiting and len(self._things) + len(self._counted) < MOST:
             waiting += self._look(waiting.pop())
 
     def same(self) -> bool:
-        """Return whether all is as it was. Takes 0.1 us for each thing watched."""
-        owners, names, values = self._attributes
-        dicts, keys, items = self._items
+        """Return whether all is as it was."""
+        change = changed.last  # before the look: it may change meanwhile
         try:
-            return (
-                all(map(is_, map(getattr, owners, names), values))
-                and all(map(is_, map(getitem, dicts, keys), items))
-                and list(map(len, self._sizes[0])) == self._sizes[1]
-            )
+            if not self._things.same():
+                return False
+            if change is not self._change:
+                if not self._counted.same():
+                    return False
+                self._change = change
         except (AttributeError, KeyError, IndexError, ValueError):  # deleted; an empty cell
             return False
+        return True
 
     def again(self) -> "Watch":
         """Return a Watch of the same roots as they are now."""
@@ -66,20 +71,7 @@ class Watch:
 
     def change(self) -> str:
         """Return the name of the first thing that changed; "" where none did."""
-        for owner, name, value in zip(*self._attributes, strict=True):
-            if getattr(owner, name, self) is not value:
-                return "a variable" if name == "cell_contents" else _described(owner, name)
-        for owner, key, value in zip(*self._items, strict=True):
-            try:
-                same = owner[key] is value
-            except (KeyError, IndexError):
-                same = False
-            if not same:
-                return f"item {key} of a list" if isinstance(owner, list) else f"{key!r}"
-        for container, size in zip(*self._sizes, strict=True):
-            if len(container) != size:
-                return f"the length of a {type(container).__name__}"
-        return ""
+        return self._things.change() or self._counted.change()
 
     def _look(self, value: Any) -> Iterator[Any]:
         """Watch what belongs to ``value``; yield what to look at next."""
@@ -108,7 +100,8 @@ class Watch:
         elif isinstance(value, self._apart):
             self.found.append(value)
         elif hasattr(value, "__dict__") and _root(type(value)) not in LIBRARIES:
-            yield from self._container(vars(value), list(vars(value)))
+            things = self._counted if isinstance(value, Counted) else None
+            yield from self._container(vars(value), list(vars(value)), things)
 
     def _function(self, function):
         if _root(function) in CODE:
@@ -126,27 +119,110 @@ class Watch:
         if "__wrapped__" in vars(function):
             yield function.__wrapped__
 
-    def _container(self, container, keys):
-        self._sizes[0].append(container)
-        self._sizes[1].append(len(container))
+    def _container(self, container, keys, things=None):
+        things = self._things if things is None else things
+        things.sizes.append((container, len(container)))
         if len(container) <= MOST_ITEMS:
-            yield from self._item(container, *keys)
+            for key in keys:
+                things.items.append((container, key, container[key]))
+                yield container[key]
 
     def _attribute(self, owner, *names):
         for name in names:
             value = getattr(owner, name)
-            _add(self._attributes, owner, name, value)
+            self._things.attributes.append((owner, name, value))
             yield value
 
     def _item(self, owner, *keys):
         for key in keys:
-            _add(self._items, owner, key, owner[key])
+            self._things.items.append((owner, key, owner[key]))
             yield owner[key]
 
 
-def _add(columns, *row):
-    for column, value in zip(columns, row, strict=True):
-        column.append(value)
+class _Things:
+    """``attributes``: (owner, name, value); ``items``: (container, key, value); ``sizes``:
+    (container, length)."""
+
+    def __init__(self) -> None:
+        self.attributes: list[tuple] = []
+        self.items: list[tuple] = []
+        self.sizes: list[tuple] = []
+        self._looks = 0
+        self._columns: list | None = None
+        self._straight: list[Callable[[], bool]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.attributes) + len(self.items)
+
+    def same(self) -> bool:
+        """Return whether all is as it was. Raises what a thing that is deleted raises.
+
+        Things that are looked at again and again are compared by code of straight lines, which
+        takes half the time of loops, and some 20 us for each thing to compile.
+        """
+        if self._straight is not None:
+            for unchanged in self._straight:  # noqa: SIM110 faster than all() of a generator
+                if not unchanged():
+                    return False
+            return True
+        self._looks += 1
+        if self._looks > TRIALS and len(self) <= MOST_STRAIGHT:
+            things: list[tuple] = [
+                (owner, f".{name}", value) for owner, name, value in self.attributes
+            ]
+            things += [(owner, (key,), value) for owner, key, value in self.items]
+            things += [(owner, None, size) for owner, size in self.sizes]
+            parts = range(0, len(things), AT_A_TIME)
+            self._straight = [_function(things[i : i + AT_A_TIME]) for i in parts]
+            return self.same()
+        if self._columns is None:
+            groups = self.attributes, self.items, self.sizes
+            self._columns = [list(zip(*rows, strict=True)) for rows in groups]
+        attributes, items, sizes = self._columns
+        return (
+            (not attributes or all(map(is_, map(getattr, *attributes[:2]), attributes[2])))
+            and (not items or all(map(is_, map(getitem, *items[:2]), items[2])))
+            and (not sizes or tuple(map(len, sizes[0])) == sizes[1])
+        )
+
+    def change(self) -> str:
+        """As ``Watch.change``."""
+        for owner, name, value in self.attributes:
+            if getattr(owner, name, self) is not value:
+                return "a variable" if name == "cell_contents" else _described(owner, name)
+        for owner, key, value in self.items:
+            try:
+                same = owner[key] is value
+            except (KeyError, IndexError):
+                same = False
+            if not same:
+                return f"item {key} of a list" if isinstance(owner, list) else f"{key!r}"
+        for container, size in self.sizes:
+            if len(container) != size:
+                return f"the length of a {type(container).__name__}"
+        return ""
+
+
+def _function(things):
+    """Return a function that compares things: (owner, what, value).
+
+    ``what``: the text of an attribute, (key,) of an item, or None for the length.
+    """
+    code, owners, compared = Code(), {}, []
+    for owner, what, value in things:
+        if id(owner) not in owners:
+            owners[id(owner)] = code.name("o", owner)
+        name, known = owners[id(owner)], code.name("v", value)
+        if what is None:
+            compared.append(f"len({name}) == {known}")
+        elif isinstance(what, str):
+            compared.append(f"{name}{what} is {known}")
+        else:
+            (key,) = what
+            key = repr(key) if type(key) in (str, int) else code.name("k", key)
+            compared.append(f"{name}[{key}] is {known}")
+    code.add(f"return {' and '.join(compared)}")
+    return code.function("")
 
 
 def _names(code):

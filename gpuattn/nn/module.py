@@ -15,6 +15,7 @@ import numpy as np
 from gpuattn import rng as random
 from gpuattn.arrays import FLOATS, get_xp, is_floating, to_cpu, to_gpu
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.record import Counted
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, problem
 from gpuattn.files import write_bytes
@@ -25,7 +26,7 @@ MOVES = {"numpy": to_cpu, "cuda": to_gpu}
 SETTINGS = frozenset({int, float, bool, str, type(None)})  # types of values without Tensors
 
 
-class Module:
+class Module(Counted):
     """A callable with parameters.
 
     A Tensor attribute with ``requires_grad`` is a parameter, one without is frozen: it is saved and

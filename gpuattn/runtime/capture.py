@@ -1,7 +1,8 @@
 """Functions of arrays as CUDA graphs: the host launches one graph instead of every kernel.
 
 A graph repeats launches with the same addresses. So arguments are copied to where the graph reads
-them, results to new arrays, and what else the function depends on, in Python, is watched.
+them, results to new arrays, both by the graph itself (``graph_arrays``), and what else the function
+depends on, in Python, is watched.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.autodiff.watch import Watch
 from gpuattn.errors import UnsupportedError, problem, warn_slow_path
 from gpuattn.nn.dropout import RandomState
+from gpuattn.runtime import graph_arrays
+from gpuattn.runtime.graph_arrays import HALF, SLOTS, Ring
 from gpuattn.runtime.graph_stream import DeviceStep, GraphStream, without_host_copies
 from gpuattn.runtime.signature import (
     add_leaves,
@@ -36,7 +39,6 @@ from gpuattn.runtime.signature import (
 
 MOST_RESTARTS = 8  # of a signature because of changes, before there was a graph
 MOST_SIGNATURES = 32  # that a function keeps: those called last
-DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 OWN_NUMBERS = 0x6A09E667F3BCC909  # apart from the numbers of an op called with the same seed
 
 
@@ -84,10 +86,13 @@ class Captured:
         leaves: list = []
         key = self._signature(cupy, args, kwargs, leaves)
         stream = cupy.cuda.get_current_stream()
-        if key is None or (stream.ptr and stream.is_capturing()):  # part of that graph
+        if stream.ptr and stream.is_capturing():  # part of that graph
             return self.function(*args, **kwargs)
         with self._lock:
-            entry = self._entries.get(key)
+            try:
+                entry = self._entries.get(key)
+            except TypeError as error:
+                return self._unhashable(error, args, kwargs, leaves)
             if (
                 entry is None
                 or entry.graph is None
@@ -109,32 +114,36 @@ class Captured:
     # ---- replays ----
 
     def _replay(self, entry, leaves, stream):
-        device, pointer = entry.device, stream.ptr
+        device, ring = entry.device, entry.ring
         device.wait(stream)
-        copy = device.copy
-        for place, static, address, size in entry.inputs:
-            x = leaves[place]
-            if type(x) is Tensor:
-                x = x.data
-            if size:
-                copy(address, x.data.ptr, size, DEVICE_TO_DEVICE, pointer)
-            else:
-                static[...] = x
-        if entry.counter is not None:
-            self._count(entry)
-        for step in entry.steps:
-            step.follow()
-        entry.graph.launch(stream)
-        outs = []
-        for static, shape, dtype, address, size in entry.outputs:
-            if size:
-                out = device.new_array(shape, dtype)
-                copy(out.data.ptr, address, size, DEVICE_TO_DEVICE, pointer)
-            else:
-                out = static.copy(order="K")
-            outs.append(out)
-        device.done.record(stream)
-        return filled(entry.result, outs, leaves)
+        if not ring.sent % HALF:
+            ring.turn(stream)
+        result = entry.begin(leaves, ring.sent % SLOTS * ring.words)  # no memory: nothing has run
+        try:
+            if entry.inputs:
+                device.copy_inputs(entry.inputs, leaves, stream)
+            if entry.counter is not None:
+                self._count(entry)
+            for step in entry.steps:
+                step.follow()
+            entry.graph.launch(stream)
+            ring.sent += 1
+            if entry.outputs:
+                device.copy_outputs(entry.outputs, result, stream)
+            device.done.record(stream)
+        except BaseException:
+            self._lose(entry, stream)
+            raise
+        return filled(entry.result, result, leaves) if entry.outputs else result
+
+    def _lose(self, entry, stream):
+        """Drop a graph that may have run or not: its counts on the device may be others than here.
+
+        The next call captures anew.
+        """
+        with contextlib.suppress(Exception):
+            stream.synchronize()
+        entry.forget_graph()
 
     def _number(self):
         """Return (seed, number of this call) of the random numbers of ops without a seed."""
@@ -158,10 +167,7 @@ class Captured:
     # ---- signatures ----
 
     def _signature(self, cupy, args, kwargs, leaves):
-        """Return a hashable key of a call, and append its arrays and Tensors to ``leaves``.
-
-        None for a call without a signature.
-        """
+        """Return the key of a call, and append its arrays and Tensors to ``leaves``."""
         positions, names = self._donated
         key = [tape.is_recording(), cupy.cuda.runtime.getDevice()]
         if overrides := impls.overrides.get():
@@ -171,14 +177,7 @@ class Captured:
         for name, value in kwargs.items():
             key.append(name)
             add_leaves(cupy.ndarray, value, name in names, leaves, key)
-        found = tuple(key)
-        try:
-            hash(found)
-            return found
-        except TypeError as error:
-            if any(on_gpu(tape.raw(leaf)) for leaf in leaves):
-                self._refuse(f"an argument is not hashable: {error}")
-            return None
+        return tuple(key)
 
     # ---- calls that are no replays ----
 
@@ -213,6 +212,11 @@ class Captured:
             entry.forget_graph()
         return result
 
+    def _unhashable(self, error, args, kwargs, leaves):
+        if any(on_gpu(tape.raw(leaf)) for leaf in leaves):
+            self._refuse(f"an argument is not hashable: {error}")
+        return self.function(*args, **kwargs)
+
     def _new_entry(self, cupy, key, args, kwargs, leaves):
         while len(self._entries) >= MOST_SIGNATURES:
             self._drop(next(iter(self._entries)))
@@ -238,6 +242,7 @@ class Captured:
             if number not in self._devices:
                 self._devices[number] = GraphStream(cupy)
             entry.device = self._devices[number]
+            entry.has_copies = graph_arrays.prepare(number)
         return entry
 
     def _numbered(self, args, kwargs):
@@ -283,35 +288,37 @@ class Captured:
         donated, device, cupy = self._donated_leaves(args, kwargs), entry.device, entry.device.cupy
         entry.forget_graph()
         statics = [leaf if id(leaf) in donated else _static(leaf) for leaf in leaves]
-        given = iter(statics)  # by place: two leaves may be one array in this call alone
-        args, kwargs = map_leaves(lambda x: next(given) if is_leaf(x) else x, (args, kwargs))
+        own = iter(statics)  # by place: two leaves may be one array in this call alone
+        args, kwargs = map_leaves(lambda x: next(own) if is_leaf(x) else x, (args, kwargs))
         entry.seed, entry.next = self._number()
         counter = cupy.full(1, entry.next, np.uint32)
         entry.steps = [DeviceStep(cupy, state) for state in entry.watch.found]
+        entry.ring = ring = Ring(cupy, device.done)
+        entry.has_copies = entry.has_copies and graph_arrays.load()
+        given, entry.inputs = graph_arrays.inputs_of(leaves, statics, entry.has_copies)
+        outputs: list = []
 
         def step():
+            if given:
+                ring.copy_in([tape.raw(statics[place]) for place in given])
             with rng.numbered(entry.seed, counter) as drawn:
                 result = self.function(*args, **kwargs)
             if drawn[0] > 0:
                 entry.counter = counter
                 np.add(counter, 1, out=counter)
-            return result
+            entry.result = template(result, statics, outputs)
+            made = [x for x in outputs if entry.has_copies and x.nbytes and x.flags.c_contiguous]
+            if given or made:
+                ring.copy_out(made)
+            return made
 
         with self._refusing(entry), without_host_copies(cupy), contextlib.ExitStack() as stack:
             for one in entry.steps:
                 stack.enter_context(one.on_device())
-            graph, result = device.graphs.capture(device.stream, step)
-            outputs: list = []
-            entry.result = template(result, statics, outputs)
-            entry.outputs = [
-                (x, x.shape, x.dtype, x.data.ptr, x.nbytes if x.flags.c_contiguous else 0)
-                for x in outputs
-            ]
-            entry.inputs = [
-                _input(place, leaf, static)
-                for place, (leaf, static) in enumerate(zip(leaves, statics, strict=True))
-                if leaf is not static
-            ]
+            graph, made = device.graphs.capture(device.stream, step)
+            ring.open()
+            entry.begin, entry.outputs = ring.beginning(given, leaves, outputs, made, entry.result)
+            entry.kept = statics, outputs
             entry.graph = graph
         return entry.graph is not None
 
@@ -354,8 +361,9 @@ class _Entry:
     ``has_changed``: the first call changed what it depends on. ``restarts``: how often something
     changed between calls before there was a graph.
 
-    ``inputs``: (place among the leaves, static array, its address, bytes to copy or 0 where a copy
-    has to go by strides). ``outputs``: (static array, its shape, dtype and address, bytes or 0).
+    ``ring``, ``begin``: where a replay finds its arrays, see ``graph_arrays``; ``has_copies``:
+    whether a graph copies them itself. ``inputs``, ``outputs``: the others, as those of
+    ``GraphStream.copy_inputs`` and ``copy_outputs``. ``kept``: arrays that the graph uses.
     ``counter``: None, or the number of the call on the device, which the graph counts up to
     ``next``.
     """
@@ -365,13 +373,16 @@ class _Entry:
         self.device: Any = None
         self.refused: str | None = None
         self.on_host = self.elsewhere = self.is_known = self.has_changed = False
-        self.restarts = 0
+        self.has_copies, self.restarts = False, 0
         self.forget_graph()
 
     def forget_graph(self) -> None:
         self.graph: Any = None
         self.inputs: list[tuple] = []
         self.outputs: list[tuple] = []
+        self.ring: Any = None
+        self.begin: Any = None
+        self.kept: Any = None
         self.result: Any = None
         self.counter: Any = None
         self.seed = self.next = 0
@@ -382,11 +393,6 @@ def _static(leaf):
     """Return an array or Tensor of the graph's own like ``leaf``."""
     static = tape.raw(leaf).copy(order="K")
     return Tensor(static, requires_grad=leaf.requires_grad) if type(leaf) is Tensor else static
-
-
-def _input(place, leaf, static):
-    x, to = tape.raw(leaf), tape.raw(static)
-    return place, to, to.data.ptr, to.nbytes if x.strides == to.strides else 0
 
 
 def _equal(a, b):

@@ -3,14 +3,17 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from gpuattn.autodiff import tape
 from gpuattn.errors import UnsupportedError
 from gpuattn.runtime.graphs import Graphs
+from gpuattn.typing import Array
 
+DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 PER_THREAD_STREAM = 2  # the address that the default streams of all threads share
 _pinned = threading.Lock()  # CuPy has one allocator of pinned memory for all threads
 
@@ -23,7 +26,7 @@ class GraphStream:
     """
 
     def __init__(self, cupy: Any) -> None:
-        self.cupy, self.copy, self.new_array = cupy, cupy.cuda.runtime.memcpyAsync, cupy.ndarray
+        self.cupy = cupy
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.done = cupy.cuda.Event(disable_timing=True)
         self.last: Any = None
@@ -38,6 +41,34 @@ class GraphStream:
         if here != self.last:
             stream.wait_event(self.done)
             self.last, self.kept = here, stream
+
+    def copy_inputs(
+        self, inputs: Sequence[tuple[int, Array, int, int]], leaves: Sequence, stream: Any
+    ) -> None:
+        """Copy leaves to arrays of a graph that does not do so itself.
+
+        ``inputs``: (place, array, its address, bytes or 0 where a copy has to go by strides).
+        """
+        for place, static, address, size in inputs:
+            x = tape.raw(leaves[place])
+            if size:
+                self._copy(address, x.data.ptr, size, stream)
+            else:
+                static[...] = x
+
+    def copy_outputs(
+        self, outputs: Sequence[tuple[int, Array, int]], outs: list, stream: Any
+    ) -> None:
+        """Put copies of a graph's arrays into ``outs``: (place there, array, bytes or 0)."""
+        for place, static, size in outputs:
+            if size:
+                outs[place] = out = self.cupy.ndarray(static.shape, static.dtype)
+                self._copy(out.data.ptr, static.data.ptr, size, stream)
+            else:
+                outs[place] = static.copy(order="K")
+
+    def _copy(self, to, source, size, stream):
+        self.cupy.cuda.runtime.memcpyAsync(to, source, size, DEVICE_TO_DEVICE, stream.ptr)
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[None]:

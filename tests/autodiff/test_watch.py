@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpuattn import Tensor, nn
-from gpuattn.autodiff.watch import Watch
+from gpuattn.autodiff.watch import AT_A_TIME, TRIALS, Watch
 from gpuattn.nn.dropout import RandomState
 
 NUMBER = 1000
@@ -60,17 +60,22 @@ def things():
         "a key": lambda: table.pop("a"),
         "a parameter": lambda: setattr(layer.weight, "data", layer.weight.data.copy()),
         "the mode": layer.eval,
+        "a new attribute of a module": lambda: setattr(layer, "more", 6),
+        "a deleted attribute of a module": lambda: delattr(layer, "bias"),
+        "another parameter": lambda: setattr(layer, "weight", nn.Linear(2, 2).weight),
         "a gradient": lambda: setattr(tensor, "grad", np.ones(2)),
         "what a tuple holds": lambda: setattr(pair[0], "value", 6),
     }  # fmt: skip
     return function, changes
 
 
+@pytest.mark.parametrize("looks", [1, TRIALS + 3])  # by loops, and by code of straight lines
 @pytest.mark.parametrize("name", things()[1])
-def test_a_change(name):
+def test_a_change(name, looks):
     function, changes = things()
     watch = Watch(function)
-    assert watch.same() and watch.change() == ""
+    for _ in range(looks):
+        assert watch.same() and watch.change() == ""
     changes[name]()
     assert not watch.same() and watch.change()
     again = watch.again()
@@ -124,3 +129,49 @@ def test_of_tensors():
     assert watch.same()
     tensor.data = np.ones(2)
     assert not watch.same()
+
+
+def test_modules_are_looked_at_when_any_module_changed(monkeypatch):
+    layers, other = [nn.Linear(2, 2) for _ in range(3)], nn.Linear(2, 2)
+    watch, looks = Watch(lambda: layers), []
+    look = watch._counted.same
+    monkeypatch.setattr(watch._counted, "same", lambda: looks.append(1) or look())
+    for _ in range(TRIALS + 3):
+        assert watch.same()
+    assert not looks
+    other.more = 1
+    assert watch.same() and watch.same() and len(looks) == 1
+    weight, layers[1].weight = layers[1].weight, other.weight
+    assert not watch.same() and watch.change() == "'weight'"
+    layers[1].weight = weight
+    assert watch.same() and watch.same() and len(looks) == 3
+    del layers[2].bias
+    assert not watch.same()
+
+
+def test_many_things():
+    table = {f"name {i}": object() for i in range(2 * AT_A_TIME + 5)} | {(1, "two"): 3, True: 4}
+    watch = Watch(lambda: table)
+    for _ in range(TRIALS + 2):
+        assert watch.same()
+    for key in table:
+        before, table[key] = table[key], object()
+        assert not watch.same() and watch.change() == repr(key)
+        table[key] = before
+        assert watch.same()
+
+
+def test_a_subclass_of_modules_with_a_way_of_its_own():
+    class Noting:
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            vars(self).setdefault("noted", []).append(name)
+
+    class Layer(nn.Module, Noting):
+        def __init__(self):
+            self.scale = 1
+
+    layer = Layer()
+    watch = Watch(lambda: layer)
+    layer.scale = 2
+    assert layer.noted == ["scale", "scale"] and not watch.same()

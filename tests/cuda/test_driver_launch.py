@@ -24,6 +24,7 @@ from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
 from gpuattn.rng import Key
+from gpuattn.runtime import graph_arrays
 
 ALLOCATE = arrays.allocate
 
@@ -231,6 +232,25 @@ def begun_rules():
     return lengths, history, cupy.zeros((sentences, 4, 6), np.int16), rules
 
 
+def copied_out(x):
+    """Return x as the end of a graph copies it."""
+    ring, out = begun_ring(x.nbytes)
+    ring.words = 0
+    ring._copy(graph_arrays.OUT, [x], once=True)
+    return out.copy()
+
+
+@functools.cache
+def begun_ring(size):
+    """Return a Ring of which a replay is to write to an array of bytes, and this array."""
+    cupy = arrays.import_cupy()
+    ring, out = graph_arrays.Ring(cupy, cupy.cuda.Event()), cupy.zeros(size, np.uint8)
+    ring.words = 1
+    ring.open()
+    ring.given.fill(out.data.ptr)
+    return ring, out
+
+
 def row_product(x, y, v):
     given = x.reshape(-1, 128), y.reshape(-1, 128)[:128], y.reshape(-1, 128), v[:128], None, None
     params = {"p": 0.1, "key": Key(3), "rms": False, "eps": 1e-5}
@@ -272,6 +292,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward(
         x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]
     ),
+    "graph_copy_out": lambda x, *_: copied_out(x),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "attention": lambda x, *_: gpuattn.flash_attention(
         *[x.reshape(1, 160, 4, 64)] * 3, causal=True

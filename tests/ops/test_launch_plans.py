@@ -22,6 +22,7 @@ from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
 from gpuattn.ops.scalars import add_product, product
 from gpuattn.optim import ExponentialAverage
+from gpuattn.runtime.graph_arrays import Ring
 
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")
 DTYPES = FLOAT32, BFLOAT16
@@ -179,11 +180,21 @@ def updates(dtype, size):
     add_product(state.field("divisor"), share, product(share, share))
 
 
+def copies(dtype, size):
+    """Copy at both ends of a captured graph."""
+    cuda = SimpleNamespace(
+        Event=lambda **_: None, runtime=SimpleNamespace(getDevice=lambda: 0)
+    )  # fmt: skip
+    ring = Ring(SimpleNamespace(zeros=lambda *args: as_array(np.zeros(*args)), cuda=cuda), None)
+    ring.copy_in([floats(dtype, size)] * 70)
+    ring.copy_out([floats(dtype, size)])
+
+
 CASES = [
     *[(rows, cols) for cols in COLUMNS], *[(table, cols) for cols in (64, 384, 1000, 4096)],
     *[(logits, size) for size in VOCABULARIES], *[(attention, size) for size in HEAD_SIZES],
     *[(decoding, size) for size in HEAD_SIZES], (layers, 64), (layers, 384), (updates, 1024),
-    (pictures, 14), (pictures, 224),
+    (pictures, 14), (pictures, 224), (copies, 5), (copies, 1 << 20),
 ]  # fmt: skip
 
 

@@ -2,13 +2,16 @@
 
 Arrays are NumPy's. Under capture an operation writes NaN, or the largest integer, into a new array
 and is noted; the launch of the graph computes the noted operations, in order, on what their inputs
-hold then. Reading an array on the host under capture raises, as on a GPU. Kernels are not run, and
-CuPy's operations are not replaced by any.
+hold then. Reading an array on the host under capture raises, as on a GPU. Kernels are not run but
+those of ``graph_arrays``, and CuPy's operations are not replaced by any. New arrays hold POISON, as
+do those that a graph copies to, before each launch. Inside ``late()`` nothing runs before someone
+waits for it or reads an array.
 """
 
 import contextlib
 import ctypes
 import sys
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,17 +21,47 @@ import numpy as np
 from fake_gpu import GPUS
 
 from gpuattn.autodiff import arithmetic
+from gpuattn.runtime import graph_arrays
 
+POISON = 0xA5  # each byte
 noted = None  # under capture: the operations so far
+queue = None  # inside ``late``: what has to be computed; ``over``: how much was
+over = 0
 
 
 def do(operation):
     """Compute now, or under capture later."""
-    operation() if noted is None else noted.append(operation)
+    if noted is not None:
+        noted.append(operation)
+    elif queue is not None:
+        queue.append(operation)
+    else:
+        operation()
+
+
+def run(until=None):
+    """Compute what is late: all, or until so many operations are over since ``late`` began."""
+    global over
+    while queue and (until is None or over < until):
+        queue.pop(0)()
+        over += 1
+
+
+@contextlib.contextmanager
+def late():
+    """Compute in a block no sooner than something waits for it."""
+    global queue, over
+    queue, over = [], 0
+    try:
+        yield
+        run()
+    finally:
+        queue = None
 
 
 def _result(function, *args, **kwargs):
     """Return ``function(*args, **kwargs)``, an Array that replays compute again."""
+    run()
     plain = [_plain(x) for x in args], {key: _plain(x) for key, x in kwargs.items()}
     out = function(*plain[0], **plain[1])
     if not isinstance(out, np.ndarray | np.generic):
@@ -51,6 +84,12 @@ class Array(fake_cublaslt.Array):
     """A NumPy array of which nothing can be read under capture, on the GPU ``number``."""
 
     number = 0
+
+    def __new__(cls, shape, dtype=np.float64, memptr=None, strides=None):
+        self = super().__new__(cls, shape, dtype, memptr, strides)
+        if memptr is None:
+            ctypes.memset(self.ctypes.data, POISON, self.nbytes)
+        return self
 
     @property
     def data(self):
@@ -85,6 +124,7 @@ class Array(fake_cublaslt.Array):
     def _read(self, *args):
         if noted is not None:
             raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+        run()
         return np.asarray(self)
 
     get = _read
@@ -108,7 +148,44 @@ class Graph:
     def launch(self, stream):
         Graph.launches += 1
         for operation in self.operations:
-            operation()
+            if isinstance(operation, Copies) and not operation.out:
+                do(operation.poison)
+        for operation in self.operations:
+            do(operation)
+
+
+class Copies:
+    """A launch of a kernel of ``graph_arrays``."""
+
+    def __init__(self, out, given, state):
+        self.out, self.state = out, state.data.ptr
+        (one,) = given.view(graph_arrays.ARRAYS)
+        self.first, n, self.once = (int(one[name]) for name in ("first", "count", "once"))
+        self.own, self.bytes = one["own"][:n].tolist(), one["bytes"][:n].tolist()
+
+    def poison(self):
+        for own, size in zip(self.own, self.bytes, strict=True):
+            ctypes.memset(own, POISON, size)
+
+    def __call__(self):
+        count = ctypes.c_uint32.from_address(self.state)
+        slots, words, now = (ctypes.c_uint64 * 3).from_address(self.state + 8)
+        slot = slots + 8 * (count.value % graph_arrays.SLOTS * words)
+        if self.once and not self.out:
+            ctypes.memmove(now, slot, 8 * words)
+        at = (now if self.out else slot) + 8 * self.first
+        given = (ctypes.c_uint64 * len(self.own)).from_address(at)
+        assert all(given), "nobody has written to this slot"
+        for own, size, other in zip(self.own, self.bytes, given, strict=True):
+            ctypes.memmove(*((other, own) if self.out else (own, other)), size)
+        if self.once and self.out:
+            count.value += 1
+            ctypes.memset(now, 0, 8 * words)
+
+
+def _kernel(file, name):
+    assert file == graph_arrays.FILE
+    return lambda grid, block, given, state: do(Copies(name == graph_arrays.OUT, given, state))
 
 
 class Stream:
@@ -145,17 +222,18 @@ class Stream:
         self.waited.append(event)
 
     def synchronize(self):
-        pass
+        run()
 
 
 class Event:
     def __init__(self, **kwargs):
-        pass
+        self.at = 0
 
     def record(self, stream=None):
-        pass
+        self.at = over + len(queue or ())
 
-    synchronize = record
+    def synchronize(self):
+        run(self.at)
 
 
 DEFAULT = Stream()
@@ -168,13 +246,22 @@ def _copy(to, source, size, kind, stream):
 
 
 class Pinned:
-    """CuPy's allocator of pinned memory, which copies from the host ask."""
+    """CuPy's allocator of pinned memory, which copies from the host ask.
+
+    ``early``: how often it was freed with something left to compute.
+    """
 
     def __init__(self):
-        self.allocate = self.malloc
+        self.allocate, self.early, self.kept = self.malloc, 0, []
 
     def malloc(self, size):
-        return size
+        self.kept.append(bytearray(size))
+        memory = (ctypes.c_char * size).from_buffer(self.kept[-1])
+        weakref.finalize(memory, self._free)
+        return memory
+
+    def _free(self):
+        self.early += bool(queue)
 
 
 @contextlib.contextmanager
@@ -186,6 +273,7 @@ def graphs_on(card):
             "Array": Array,
         }.items():
             stack.enter_context(mock.patch.object(fake_launches, name, value))
+        stack.enter_context(mock.patch.object(graph_arrays, "kernel", _kernel))
         stack.enter_context(mock.patch.dict(arithmetic.OPERATIONS, clear=True))  # CuPy's are run
         stack.enter_context(fake_launches.launches_on(GPUS[card]))
         cupy, pinned = sys.modules["cupy"], Pinned()
@@ -206,6 +294,7 @@ def graphs_on(card):
         cupy.get_default_pinned_memory_pool = lambda: pinned
         cuda = cupy.cuda
         cuda.set_pinned_memory_allocator = lambda allocate: setattr(pinned, "allocate", allocate)
+        cuda.alloc_pinned_memory = lambda size: pinned.allocate(size)
         cuda.Stream, cuda.Event, cuda.get_current_stream = Stream, Event, lambda: current[-1]
         cuda.using_allocator = lambda allocator: contextlib.nullcontext()
         cuda.MemoryPool = lambda allocator: SimpleNamespace(malloc=None)
