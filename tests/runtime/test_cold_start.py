@@ -41,13 +41,14 @@ def test_a_kernel_kept_from_a_rehearsal_is_launched_later_and_the_other_way_roun
 ):
     seen = []
     real = kernels.Kernel(lambda *launch, shared_mem: seen.append(launch), "k", [("int", "n")])
-    monkeypatch.setattr(kernels, "_kernel", lambda *key: real)
-    with kernels.compiling_only():
-        found = kernels.kernel("dropout.cu", "dropout_apply", scalar="float", BLOCK=256)
-        for kept in (found, real):
-            kept((1,), (32,), 7)
-        assert found.parameters == [("int", "n")] and not seen
-    found((1,), (32,), 7)
+    with monkeypatch.context() as patch:  # ends before `card` does
+        patch.setattr(kernels, "_kernel", lambda *key: real)
+        with kernels.compiling_only():
+            found = kernels.kernel("dropout.cu", "dropout_apply", scalar="float", BLOCK=256)
+            for kept in (found, real):
+                kept((1,), (32,), 7)
+            assert found.parameters == [("int", "n")] and not seen
+        found((1,), (32,), 7)
     assert seen == [((1,), (32,), (7,))]
     assert card.rehearsed == {("dropout.cu", (("BLOCK", 256), ("scalar", "float")))}
 

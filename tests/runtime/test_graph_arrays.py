@@ -278,15 +278,16 @@ def does_not_compile(file, name):
     {"kernels_refusal": lambda device: "too old"}, {"kernel": does_not_compile},
 ], ids=["old", "no compiler"])  # fmt: skip
 def test_devices_without_kernels(cp, monkeypatch, lacking):
-    for name, value in lacking.items():
-        monkeypatch.setattr(graph_arrays, name, value)
-    f = gpuattn.capture(lambda x, y: (x + y, x.T * 2, y[:0]))
-    for i in range(5):
-        total, turned, nothing = f(full(cp, i), full(cp, 3))
-        check(total, i + 3)
-        check(turned, 2 * i)
-        assert nothing.shape == (0, 3)
-    assert f.graphs == 1 and ring_of(f).words == 0
+    with monkeypatch.context() as patch:  # ends before `cp` does
+        for name, value in lacking.items():
+            patch.setattr(graph_arrays, name, value)
+        f = gpuattn.capture(lambda x, y: (x + y, x.T * 2, y[:0]))
+        for i in range(5):
+            total, turned, nothing = f(full(cp, i), full(cp, 3))
+            check(total, i + 3)
+            check(turned, 2 * i)
+            assert nothing.shape == (0, 3)
+        assert f.graphs == 1 and ring_of(f).words == 0
 
 
 def test_a_layer_bit_by_bit(gpu):
