@@ -26,7 +26,7 @@ from gpuattn.ops.attention.step_attention import memory_attention
 FILE, FOLD = "linear/row_linear.cu", "linear/fold_norm.cu"
 THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
 ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
-LEAST_ROWS = 17  # of a step; below, one launch for the whole step is faster where it can be
+LEAST_ROWS = 16  # of a language model's step; below, one launch for all of it is faster
 MOST_ROWS = 512  # beyond, kernels of an op each are faster
 MOST_OF_WIDTH = ((512, MOST_ROWS), (768, 128))  # (width at most, rows at most): wider: unmeasured
 FOLDING = np.dtype([
@@ -87,7 +87,7 @@ def step_of(
     """
     rows, own = state.sentences * state.beam, (model, state, caches, memory, lengths)
     by_rows = not batch_invariant and refusal(model, rows) is None
-    if by_rows and rows >= LEAST_ROWS:
+    if by_rows and (memory is not None or rows >= LEAST_ROWS):
         return RowStep(*own)
     whole = None if paged else decoder_step.decoder_of(*own)
     return whole or (RowStep(*own) if by_rows else None)

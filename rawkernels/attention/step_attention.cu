@@ -216,8 +216,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     int room,
     float scale) {
     if (MODE == APPEND) grid_dependency_wait();
-    // The next launch may start once all blocks of this one have started: row_linear loads its weights beside them.
-    const auto wait = [&] { grid_dependency_wait(), grid_launch_dependents(); };
+    // The next launch may start once all blocks of this one have started: row_linear loads its weights beside them. With many
+    // sentences (HEADS) that is slower.
+    const auto wait = [&] {
+        grid_dependency_wait();
+        if (HEADS == 1) grid_launch_dependents();
+    };
     extern __shared__ __align__(16) u32 list[];
     __shared__ float tops[HEADS * WARPS * COLUMNS];
     __shared__ float sums[HEADS * WARPS * COLUMNS];

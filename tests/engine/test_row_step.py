@@ -125,8 +125,8 @@ def test_refusal(settings, rows, dtype, card, said):
 def test_which_step_a_search_has():
     with launches_on(GPUS["9.0"]) as noted:
         for rows, more, kind in (
-            (16, {}, DecoderStep), (17, {}, RowStep), (16, {"paged": True}, RowStep),
-            (17, {"batch_invariant": True}, DecoderStep), (513, {}, type(None)),
+            (15, {}, DecoderStep), (16, {}, RowStep), (15, {"paged": True}, RowStep),
+            (16, {"batch_invariant": True}, DecoderStep), (513, {}, type(None)),
         ):  # fmt: skip
             case = Case(rows, 1, GPT)
             search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
@@ -138,6 +138,10 @@ def test_which_step_a_search_has():
                 assert [launch.name for launch in noted] == ["fold_norm"]
                 step()
                 assert [x.name for x in noted].count("row_linear") == 4 * 2
+        case = CASES["pre-norm"]
+        search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
+        own = search.state, search.caches, search.memory, search.memory_lengths
+        assert type(row_step.step_of(search.model, *own)) is RowStep
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
