@@ -1,7 +1,7 @@
 """What the tape records: arrays that remember the call that made them, and the calls."""
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,13 +68,15 @@ class Counted:
 
     __slots__ = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        changed.last = object()
+    if not TYPE_CHECKING:  # a type checker that sees them takes any attribute
 
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        changed.last = object()
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            changed.last = object()
+
+        def __delattr__(self, name):
+            super().__delattr__(name)
+            changed.last = object()
 
 
 class Node:
