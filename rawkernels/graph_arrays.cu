@@ -1,7 +1,9 @@
 // Copies between the arrays of a call of a CUDA graph and those of the graph, whose addresses every replay repeats. The host
 // writes the addresses of a call into a slot of a ring in pinned memory; a count in device memory says which slot is next.
-// Launch:    grid = (chunks of CHUNK bytes, at most a few per multiprocessor, at least 1,), block = (BLOCK,)
-//            dependent: graph_copy_out
+// A block copies the slot to the device first: an access to memory of the host takes 0.9 us, and those of blocks queue up.
+// Launch:    grid = (chunks of CHUNK bytes, at most a few per multiprocessor, at least 1,), block = (BLOCK,);
+//            graph_slot: one block
+//            dependent: graph_copy_in, graph_copy_out
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 
@@ -13,7 +15,7 @@ struct Arrays {
     u64 bytes[MOST];       // of each
     u32 before[MOST + 1];  // chunks of the arrays before each one, and of all
     u32 count, first;      // how many arrays; the place of the first one in a slot
-    u32 once;              // 1 for the first launch at the beginning, and for the last one at the end
+    u32 last;              // 1 for the last launch of a graph
 };
 
 struct Ring {
@@ -49,8 +51,7 @@ __device__ void copy_bytes(char* to, const char* from, int bytes) {
 }
 
 // A block copies adjacent chunks, which may be of several arrays; less than 2 GiB, as a GPU has some hundreds of blocks.
-template <bool OUT, typename Addresses>
-__device__ void copy_arrays(const Arrays& arrays, Addresses slot) {
+template <bool OUT> __device__ void copy_arrays(const Arrays& arrays, const u64* slot) {
     __shared__ u64 given[MOST];
     const u64 chunks = arrays.before[arrays.count];
     const u32 begin = (u32)(blockIdx.x * chunks / gridDim.x), end = (u32)((blockIdx.x + 1) * chunks / gridDim.x);
@@ -70,15 +71,17 @@ __device__ void copy_arrays(const Arrays& arrays, Addresses slot) {
     }
 }
 
-// The first launch copies the slot too: at the end of the graph its addresses need not come over PCIe.
+extern "C" __global__ void __launch_bounds__(BLOCK) graph_slot(Ring* ring) {  // ()
+    // volatile: the host writes beside it, and no cache may keep what was there before
+    const volatile u64* slot = (const volatile u64*)ring->slots + ring->next % SLOTS * ring->words;
+    for (u32 i = threadIdx.x; i < ring->words; i += BLOCK) ((u64*)ring->given)[i] = slot[i];
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK) graph_copy_in(
     const __grid_constant__ Arrays arrays,  // are written
     Ring* ring) {                           // ()
-    // volatile: the host writes beside it, and no cache may keep what was there before
-    const volatile u64* slot = (const volatile u64*)ring->slots + ring->next % SLOTS * ring->words;
-    if (arrays.once && blockIdx.x == gridDim.x - 1)
-        for (u32 i = threadIdx.x; i < ring->words; i += BLOCK) ((u64*)ring->given)[i] = slot[i];
-    copy_arrays<false>(arrays, slot);
+    grid_dependency_wait();
+    copy_arrays<false>(arrays, (const u64*)ring->given);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) graph_copy_out(
@@ -86,5 +89,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK) graph_copy_out(
     Ring* ring) {                           // ()
     grid_dependency_wait();
     copy_arrays<true>(arrays, (const u64*)ring->given);
-    if (arrays.once && blockIdx.x == 0 && threadIdx.x == 0) ++ring->next;  // no launch at the end reads it
+    if (arrays.last && blockIdx.x == 0 && threadIdx.x == 0) ++ring->next;  // no launch at the end reads it
 }

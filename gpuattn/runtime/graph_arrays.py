@@ -26,14 +26,15 @@ from gpuattn.errors import KernelCompileError, warn_slow_path
 from gpuattn.runtime.signature import Out, filled
 from gpuattn.typing import Array
 
-FILE, IN, OUT = "graph_arrays.cu", "graph_copy_in", "graph_copy_out"
+FILE = "graph_arrays.cu"
+SLOT, IN, OUT = "graph_slot", "graph_copy_in", "graph_copy_out"
 BLOCK, CHUNK, MOST, SLOTS = 256, 4096, 64, 256  # as in the device code
 BLOCKS = 4  # per multiprocessor
 HALF = SLOTS // 2
 ARRAYS = np.dtype(
     [
         ("own", np.uint64, MOST), ("bytes", np.uint64, MOST), ("before", np.uint32, MOST + 1),
-        ("count", np.uint32), ("first", np.uint32), ("once", np.uint32),
+        ("count", np.uint32), ("first", np.uint32), ("last", np.uint32),
     ]
 )  # fmt: skip
 
@@ -49,7 +50,7 @@ def prepare(device: int) -> bool:
 def load() -> bool:
     """Load the kernels, so that none is loaded while a stream captures. False if it fails."""
     try:
-        for name in (IN, OUT):
+        for name in (SLOT, IN, OUT):
             kernel(FILE, name)
     except KernelCompileError as error:
         warn_slow_path(f"captured functions copy arguments and results beside graphs: {error}")
@@ -94,17 +95,18 @@ class Ring:
 
     def copy_in(self, arrays: Sequence[Array]) -> None:
         """Launch copies from the addresses in the slot to ``arrays``: the graph begins."""
-        for i in range(0, max(1, len(arrays)), MOST):
-            self._copy(IN, arrays[i : i + MOST], i == 0)
+        kernel(FILE, SLOT)((1,), (BLOCK,), self.state)
+        for i in range(0, len(arrays), MOST):
+            self._copy(IN, arrays[i : i + MOST])
 
     def copy_out(self, arrays: Sequence[Array]) -> None:
         """Launch copies of ``arrays`` to the addresses in the slot: the graph ends."""
         if not self.words:
             self.copy_in(())
         for i in range(0, max(1, len(arrays)), MOST):
-            self._copy(OUT, arrays[i : i + MOST], i + MOST >= len(arrays))
+            self._copy(OUT, arrays[i : i + MOST], last=i + MOST >= len(arrays))
 
-    def _copy(self, name, arrays, once):
+    def _copy(self, name, arrays, last=False):
         device, count = gpu(self.cupy.cuda.runtime.getDevice()), len(arrays)
         sizes = np.array([x.nbytes for x in arrays], np.uint64)
         given = np.zeros(1, ARRAYS)
@@ -112,7 +114,7 @@ class Ring:
         one["own"][:count] = [x.data.ptr for x in arrays]
         one["bytes"][:count] = sizes
         one["before"][1 : count + 1] = np.cumsum((sizes + CHUNK - 1) // CHUNK)
-        one["count"], one["first"], one["once"] = count, self.words, once
+        one["count"], one["first"], one["last"] = count, self.words, last
         self.words += count
         grid = (min(max(1, int(one["before"][count])), BLOCKS * device.multiprocessors),)
         kernel(FILE, name)(grid, (BLOCK,), given.view(f"V{ARRAYS.itemsize}"), self.state)

@@ -175,3 +175,18 @@ def test_a_subclass_of_modules_with_a_way_of_its_own():
     watch = Watch(lambda: layer)
     layer.scale = 2
     assert layer.noted == ["scale", "scale"] and not watch.same()
+
+
+def test_a_watch_inside_does_not_count():
+    """That of a fused function, say, which notes how often it looked."""
+
+    class Fused:
+        def __init__(self):
+            self.watch = Watch(lambda: 1)
+
+    one = Fused()
+    watch = Watch(lambda: one)
+    for _ in range(20):
+        assert one.watch.same() and watch.same()
+    one.watch = Watch(lambda: 2)
+    assert not watch.same()

@@ -234,15 +234,24 @@ def begun_rules():
 
 def copied_out(x):
     """Return x as the end of a graph copies it."""
-    ring, out = begun_ring(x.nbytes)
+    ring, out = begun_ring(graph_arrays.OUT, x.nbytes)
     ring.words = 0
-    ring._copy(graph_arrays.OUT, [x], once=True)
+    ring._copy(graph_arrays.OUT, [x], last=True)
     return out.copy()
 
 
+def copied_in(x):
+    """Return x as the beginning of a graph copies it."""
+    ring, own = begun_ring(graph_arrays.IN, x.nbytes)
+    ring.words = 0
+    ring.given.fill(x.data.ptr)
+    ring._copy(graph_arrays.IN, [own])
+    return own.copy()
+
+
 @functools.cache
-def begun_ring(size):
-    """Return a Ring of which a replay is to write to an array of bytes, and this array."""
+def begun_ring(name, size):
+    """Return a Ring for a kernel, of which a slot has the address of an array, and this array."""
     cupy = arrays.import_cupy()
     ring, out = graph_arrays.Ring(cupy, cupy.cuda.Event()), cupy.zeros(size, np.uint8)
     ring.words = 1
@@ -293,6 +302,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
         x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]
     ),
     "graph_copy_out": lambda x, *_: copied_out(x),
+    "graph_copy_in": lambda x, *_: copied_in(x),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "attention": lambda x, *_: gpuattn.flash_attention(
         *[x.reshape(1, 160, 4, 64)] * 3, causal=True

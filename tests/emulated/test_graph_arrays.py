@@ -58,8 +58,8 @@ def replay(ring, copies, arrays):
     for i, x in enumerate(arrays):
         ring.slots[at + i] = x.ctypes.data
     ring.sent += 1
-    for name, grid, block, given, state in copies:
-        graph_arrays.kernel(graph_arrays.FILE, name)(grid, block, given, state)
+    for name, *launch in copies:
+        graph_arrays.kernel(graph_arrays.FILE, name)(*launch)
 
 
 def captured(ring, own_inputs, own_outputs):

@@ -148,19 +148,19 @@ class Graph:
     def launch(self, stream):
         Graph.launches += 1
         for operation in self.operations:
-            if isinstance(operation, Copies) and not operation.out:
+            if isinstance(operation, Copies) and operation.name == graph_arrays.IN:
                 do(operation.poison)
         for operation in self.operations:
             do(operation)
 
 
 class Copies:
-    """A launch of a kernel of ``graph_arrays``."""
+    """A launch of a kernel of ``graph_arrays`` that copies arrays."""
 
-    def __init__(self, out, given, state):
-        self.out, self.state = out, state.data.ptr
+    def __init__(self, name, given, state):
+        self.name, self.state = name, state.data.ptr
         (one,) = given.view(graph_arrays.ARRAYS)
-        self.first, n, self.once = (int(one[name]) for name in ("first", "count", "once"))
+        self.first, n, self.last = (int(one[name]) for name in ("first", "count", "last"))
         self.own, self.bytes = one["own"][:n].tolist(), one["bytes"][:n].tolist()
 
     def poison(self):
@@ -168,24 +168,28 @@ class Copies:
             ctypes.memset(own, POISON, size)
 
     def __call__(self):
-        count = ctypes.c_uint32.from_address(self.state)
-        slots, words, now = (ctypes.c_uint64 * 3).from_address(self.state + 8)
-        slot = slots + 8 * (count.value % graph_arrays.SLOTS * words)
-        if self.once and not self.out:
-            ctypes.memmove(now, slot, 8 * words)
-        at = (now if self.out else slot) + 8 * self.first
-        given = (ctypes.c_uint64 * len(self.own)).from_address(at)
+        _, words, now = (ctypes.c_uint64 * 3).from_address(self.state + 8)
+        given = (ctypes.c_uint64 * len(self.own)).from_address(now + 8 * self.first)
         assert all(given), "nobody has written to this slot"
         for own, size, other in zip(self.own, self.bytes, given, strict=True):
-            ctypes.memmove(*((other, own) if self.out else (own, other)), size)
-        if self.once and self.out:
-            count.value += 1
+            ends = (other, own) if self.name == graph_arrays.OUT else (own, other)
+            ctypes.memmove(*ends, size)
+        if self.last:
+            ctypes.c_uint32.from_address(self.state).value += 1
             ctypes.memset(now, 0, 8 * words)
+
+
+def _read_slot(state):
+    count = ctypes.c_uint32.from_address(state.data.ptr).value
+    slots, words, now = (ctypes.c_uint64 * 3).from_address(state.data.ptr + 8)
+    ctypes.memmove(now, slots + 8 * (count % graph_arrays.SLOTS * words), 8 * words)
 
 
 def _kernel(file, name):
     assert file == graph_arrays.FILE
-    return lambda grid, block, given, state: do(Copies(name == graph_arrays.OUT, given, state))
+    if name == graph_arrays.SLOT:
+        return lambda grid, block, state: do(lambda: _read_slot(state))
+    return lambda grid, block, given, state: do(Copies(name, given, state))
 
 
 class Stream:
