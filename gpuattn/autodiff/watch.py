@@ -75,7 +75,7 @@ class Watch:
 
     def _look(self, value: Any) -> Iterator[Any]:
         """Watch what belongs to ``value``; yield what to look at next."""
-        if isinstance(value, CONSTANT) or isinstance(value, Watch) or id(value) in self._seen:
+        if isinstance(value, (CONSTANT, Watch)) or id(value) in self._seen:
             return
         if is_array(value):
             self.on_gpu = self.on_gpu or on_gpu(value)
