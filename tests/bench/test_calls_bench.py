@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import gpuattn
 from gpuattn.bench import results, timing
-from gpuattn.bench.calls import cases, first, loops, measure, ops
-from gpuattn.bench.calls.cases import COLD, CUPY, EAGER, HOST, WARM, WHOLE, Called
+from gpuattn.bench.calls import captured, cases, first, loops, measure, ops
+from gpuattn.bench.calls.cases import COLD, CUPY, EAGER, GRAPH, HOST, WARM, WHOLE, Called
 from gpuattn.bench.fused import cases as fused_cases
 from gpuattn.bench.peers import calls as peers
 from gpuattn.bench.train import measure as train
@@ -44,7 +45,7 @@ def test_cases_survive_files():
 
 def test_every_op_has_a_call_an_expression_and_a_peer():
     assert cases.AXES.keys() == ops.CALLS.keys() == peers.CALLS.keys()
-    assert {cell.op for cell in cases.TABLE} == {*cases.AXES, "train", "loop"}
+    assert {cell.op for cell in cases.TABLE} == {*cases.AXES, cases.LAYER, "train", "loop"}
     assert {cell.case.timed for cell in cases.TABLE} == {*cases.TIMED}
 
 
@@ -169,6 +170,42 @@ def test_a_row_on_a_gpu(card):
     row = measure.measure(whole._replace(peers=(EAGER,)), card, CEILINGS, with_peers=True)
     assert row["peers"] == {} and row["peers_missing"][EAGER].endswith("has no gradients here")
     assert len(card.waits) > 24
+
+
+# ---- a captured layer ---------------------------------------------------------------------------
+
+
+def test_a_captured_layer_is_timed_beside_a_graph_of_pytorch(monkeypatch):
+    (cell,) = (cell for cell in cases.NUMPY_TABLE if cell.op == cases.LAYER)
+    row = measure.measure(cell, np, CEILINGS)
+    assert row["impl"] == "calls" and row["us"] > 0 and row["peers"] == {}
+
+    class Theirs:
+        def __init__(self, layer, x):
+            with gpuattn.no_grad():
+                self.y = layer(x).data
+
+        def result(self):
+            return self.y
+
+    monkeypatch.setattr(captured, "GraphedLayer", Theirs)
+    _, calls, missing = captured.calls(cell.case, np, [GRAPH])
+    assert list(calls) == ["ours", GRAPH] and not missing
+    monkeypatch.setattr(Theirs, "result", lambda self: 2 * self.y)
+    _, calls, missing = captured.calls(cell.case, np, [GRAPH])
+    assert list(calls) == ["ours"] and "differs from ours" in missing[GRAPH]
+
+
+def test_a_wrong_replay_gets_no_figure(monkeypatch):
+    def capture(layer):
+        wrong = lambda x: layer(x + 1)  # noqa: E731
+        wrong.graphs = 1
+        return wrong
+
+    monkeypatch.setattr(captured.gpuattn, "capture", capture)
+    (case,) = (cell.case for cell in cases.NUMPY_TABLE if cell.op == cases.LAYER)
+    with pytest.raises(AssertionError, match="a captured layer"):
+        captured.calls(case, np, ())
 
 
 # ---- loops --------------------------------------------------------------------------------------

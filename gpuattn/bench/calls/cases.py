@@ -18,7 +18,9 @@ TIMED = {
 }
 FIRST = COLD, WARM
 NETWORK = "network"  # the model of README's plain loop
-EAGER, CUPY = "torch", "cupy"  # PyTorch eager; an expression of CuPy's functions
+LAYER = "layer"  # a TransformerEncoderLayer by gpuattn.capture
+# PyTorch eager; a CUDA graph in PyTorch; an expression of CuPy's functions
+EAGER, GRAPH, CUPY = "torch", "torch-graph", "cupy"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Called:
     """A call of ``op`` on arrays of ``shape``, whose axes are in ``AXES``; ``timed``: see TIMED.
 
     ``op`` "train": an update of ``model`` by a ``TrainingStep`` without graphs; "loop": by
-    ``loss.backward()`` and ``optimizer.step()``.
+    ``loss.backward()`` and ``optimizer.step()``; "layer": a captured TransformerEncoderLayer of
+    HEADS heads on (batch, tokens, width).
     """
 
     op: str
@@ -84,6 +87,7 @@ STEPS = (
     ("loop", NETWORK),
 )  # fmt: skip
 NETWORK_ROWS = 256
+_LAYER, _NUMPY_LAYER, HEADS = (2, 128, 512), (1, 64, 64), 8
 
 
 def _shape(sizes, op):
@@ -117,8 +121,13 @@ def _steps(timed, peers, step_of):
             yield Cell(op, Called(op, shape, dtype, how, model), "step", peers)
 
 
+def _layer(shape, dtype, timed, peers):
+    return [Cell(LAYER, Called(LAYER, shape, dtype, how), "forward", peers) for how in timed]
+
+
 TABLE = [
     *_calls((_SMALL, _LARGE), "float16", (HOST, WHOLE), (EAGER, CUPY), (EAGER,)),
+    *_layer(_LAYER, "float16", (HOST, WHOLE), (GRAPH,)),
     *_steps((HOST, WHOLE), (EAGER,), lambda step: step),
     *_first(_SMALL, "float16", {COLD: (CUPY,), WARM: (EAGER, CUPY)}),
 ]
@@ -126,6 +135,7 @@ TABLE = [
 
 NUMPY_TABLE = [
     *_calls((_NUMPY_SMALL, _NUMPY_LARGE), "float32", (WHOLE,), (), ()),
+    *_layer(_NUMPY_LAYER, "float32", (WHOLE,), ()),
     *_steps((WHOLE,), (), small),
     *_first(_NUMPY_SMALL, "float32", {WARM: ()}),
 ]

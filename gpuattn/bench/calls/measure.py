@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.bench import results
-from gpuattn.bench.calls import first, loops, ops
-from gpuattn.bench.calls.cases import CUPY, FIRST, HOST, Called
+from gpuattn.bench.calls import captured, first, loops, ops
+from gpuattn.bench.calls.cases import CUPY, FIRST, HOST, LAYER, Called
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.comparison import medians
 from gpuattn.bench.correctness import TOLERANCE, compare
@@ -72,6 +72,8 @@ def _measured(cell, xp, names, wait):
     if cell.direction == "step":
         impl, in_a_row = "eager", 1  # launches of an update: hundreds
         calls, missing = loops.updates(case, xp, names)
+    elif case.op == LAYER:
+        in_a_row, (impl, calls, missing) = IN_A_ROW, captured.calls(case, xp, names)
     else:
         inputs, in_a_row = ops.draw(case, xp), IN_A_ROW
         impl = _chosen(case, inputs)

@@ -1,4 +1,4 @@
-"""PyTorch eager beside our single calls, and its plain loop of updates; see ``timing.py``."""
+"""PyTorch beside our single calls, captured layer and plain loop of updates; see ``timing.py``."""
 
 import functools
 import operator
@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuattn.bench.calls.cases import Called
 from gpuattn.bench.calls.ops import DROPOUT, LAYER_EPS, RMS_EPS, TOP, Contender, is_float
-from gpuattn.bench.peers.timing import array, tensor, torch_here
+from gpuattn.bench.peers.timing import WARM_UPS, array, tensor, torch_here
 
 ATTENTION = "flash_attention", "decode_attention"  # PyTorch's layout is (B, H, T, D)
 
@@ -134,6 +134,52 @@ class Eager(Contender):
         if x is None or not x.is_floating_point():  # indices are not compared
             return None
         return array(self._turn(x.detach()), str(x.dtype).removeprefix("torch."))
+
+
+# ---- a captured layer ---------------------------------------------------------------------------
+
+
+class GraphedLayer:
+    """PyTorch's layer in a CUDA graph: a call copies ``x`` in, replays it, and clones the result.
+
+    So it takes any array and returns a new one, as a captured function does. ``layer``: a pre-norm
+    TransformerEncoderLayer of ours with ReLU, whose weights it has.
+    """
+
+    def __init__(self, layer: Any, x: Any) -> None:
+        torch = torch_here()
+        own, forward, (first, second) = layer.attention, layer.feed_forward, layer.norms
+        theirs = {
+            "self_attn.in_proj_": own.qkv, "self_attn.out_proj.": own.out,
+            "linear1.": forward.inner, "linear2.": forward.out, "norm1.": first, "norm2.": second,
+        }  # fmt: skip
+        dtype = x.dtype.name
+        self._x = tensor(x, dtype)
+        module = torch.nn.TransformerEncoderLayer(
+            x.shape[-1], own.heads, len(forward.inner.weight.data), 0.0, norm_first=True,
+            batch_first=True, device="cuda", dtype=self._x.dtype,
+        ).eval()  # fmt: skip
+        module.load_state_dict({
+            f"{name}{kind}": tensor(getattr(part, kind).data, dtype)
+            for name, part in theirs.items() for kind in ("weight", "bias")
+        })  # fmt: skip
+        self._input, stream = self._x.clone(), torch.cuda.current_stream()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            for _ in range(WARM_UPS):
+                module(self._input)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._output = module(self._input)
+
+    def __call__(self) -> Any:
+        self._input.copy_(self._x)
+        self._graph.replay()
+        return self._output.clone()
+
+    def result(self) -> Any:
+        """Return the result of a call as an array."""
+        return array(self(), str(self._x.dtype).removeprefix("torch."))
 
 
 # ---- a loop of updates --------------------------------------------------------------------------

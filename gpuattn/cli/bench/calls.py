@@ -41,10 +41,11 @@ def command(
     ops: tuple[str, ...], timed: tuple[str, ...], device: str, path: str | None, peers: bool,
     missing: bool, plot: str | None,
 ) -> None:  # fmt: skip
-    """Time calls of OPS one by one (default: all), without graphs.
+    """Time calls of OPS one by one (default: all).
 
-    Besides ops there are "train", an update of a model, and "loop", the plain loop of
-    loss.backward() and optimizer.step(). NumPy calls are shown beside the bare NumPy expression.
+    Besides ops there are "layer", a Transformer layer by gpuattn.capture, "train", an update of a
+    model, and "loop", the plain loop of loss.backward() and optimizer.step(). NumPy calls are shown
+    beside the bare NumPy expression.
     """
     xp = array_module(choose_device(device)[0])
     if xp is np:
