@@ -44,12 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
     if (first >= s.key_rows) return;
     const int own = lane_own(), j = first + own;  // this lane's keys are j + 4r
 
-    // queries begin .. end - 1 see some key; queries unmasked_begin .. unmasked_end - 1 see all keys
-    const int last = min(first + OWN, s.keys) - 1;
-    const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
-    const int end = first < s.keys ? min(s.queries, last - s.offset + a.left + 1) : 0;
-    const int unmasked_begin = last - s.offset - a.right;
-    const int unmasked_end = first + OWN <= s.keys ? min(s.queries, first - s.offset + a.left + 1) : 0;
+    const QueryRange range = queries_of(a, s, first);
+    const int begin = range.begin, end = range.end;
     load_tile<OWN>(k_tile, rows_of(k, a.k, s.number, s.first_key + first, kv_head), a.k, s.keys - first, a.head_dim);
     load_tile<OWN>(v_tile, rows_of(v, a.v, s.number, s.first_key + first, kv_head), a.v, s.keys - first, a.value_dim);
 
@@ -76,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         multiply(v_tile + own * PITCH, dout_tile + lane_step() * PITCH, ds);
         tiles_ready();
         multiply(k_tile + own * PITCH, q_tile + lane_step() * PITCH, p);
-        const bool unmasked = i >= unmasked_begin && i + STEP <= unmasked_end;
+        const bool unmasked = i >= range.unmasked_begin && i + STEP <= range.unmasked_end;
         gradient_weights(a, s, head, at, unmasked, lse, delta, p, ds);
         add_product(p, weights, dout_tile, dv_sum);
         if (step + 1 < steps) {
@@ -86,16 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention
         add_product(ds, weights, q_tile, dk_sum);
     }
 
-    const Sequence again = sequence_at(a, opaque(s.number));  // computed again, to free registers
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        if (j + 4 * r >= again.key_rows) continue;
-        const long long row = again.first_key + j + 4 * r;
-        scalar* dk_row = dk + s.number * a.dk.batch + row * a.dk.row + kv_head * a.dk.head;
-        scalar* dv_row = dv + s.number * a.dv.batch + row * a.dv.row + kv_head * a.dv.head;
-        store_row(dk_row, a.dk.column, a.head_dim, a.scale, dk_sum[r]);
-        store_row(dv_row, a.dv.column, a.value_dim, 1.f, dv_sum[r]);
-    }
+    store_keys(a, s.number, kv_head, j, dk, dv, dk_sum, dv_sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2 / SPLIT) flash_attention_dq(

@@ -13,7 +13,6 @@ constexpr int N = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 4;
 #include "attention/common/attention_simt.cuh"
 #include "common/reduce.cuh"
 
-
 // Writes delta = rowsum(dout * out) - dlse of `rows` rows, B * T or all tokens, of all heads: a warp for each. 128 threads.
 struct DeltaRow { long long number, at; int head; };  // at: the row of its sequence, or of all where packed
 
@@ -66,4 +65,30 @@ __device__ inline void gradient_weights(const Attention& a, const Sequence& s, i
         ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * ds[r][n];
     }
     if (drops) apply_dropout(a, kept, p);
+}
+
+// Queries begin .. end - 1 see some key of a tile; queries unmasked_begin .. unmasked_end - 1 see all its keys.
+struct QueryRange { int begin, end, unmasked_begin, unmasked_end; };
+
+__device__ inline QueryRange queries_of(const Attention& a, const Sequence& s, int first) {  // first: of the tile's keys
+    const int last = min(first + OWN, s.keys) - 1;
+    return {max(0, first - s.offset - a.right) / STEP * STEP,
+            first < s.keys ? min(s.queries, last - s.offset + a.left + 1) : 0,
+            last - s.offset - a.right,
+            first + OWN <= s.keys ? min(s.queries, first - s.offset + a.left + 1) : 0};
+}
+
+// Stores what a lane has of dk and dv; its keys are j + 4r.
+__device__ inline void store_keys(const Attention& a, int number, int kv_head, int j, scalar* dk, scalar* dv,
+                                  const float (&dk_sum)[R][WIDTH], const float (&dv_sum)[R][WIDTH]) {
+    const Sequence s = sequence_at(a, opaque(number));  // computed again, to free registers
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (j + 4 * r >= s.key_rows) continue;
+        const long long row = s.first_key + j + 4 * r;
+        scalar* dk_row = dk + number * a.dk.batch + row * a.dk.row + kv_head * a.dk.head;
+        scalar* dv_row = dv + number * a.dv.batch + row * a.dv.row + kv_head * a.dv.head;
+        store_row(dk_row, a.dk.column, a.head_dim, a.scale, dk_sum[r]);
+        store_row(dv_row, a.dv.column, a.value_dim, 1.f, dv_sum[r]);
+    }
 }
