@@ -307,6 +307,7 @@ def row_embedding(
     steps = [table.strides[0] // table.itemsize for table in tables]
     flags = [arrays.index_flag(weight, f"embedding: {name}") for name in ("tokens", "positions")]
     constants = {"scalar": ctype(weight.dtype), "PACKS": -(-width // EMBED_COLUMNS)}
+    constants["POSITIONS"] = position_weight is not None
     kernel(EMBED, "row_embedding", **constants)(
         (-(-rows // EMBED_WARPS),), (32 * EMBED_WARPS,), tokens, positions, weight,
         position_weight, out, found, rows, width, len(weight) if used is None else used,
