@@ -148,9 +148,12 @@ class TranslationSearch:
         with model.evaluating():
             batch = Sources(tokens, positions, bounds, longest)
             projected = model.memory(raw(model.encode(batch)))
-        for own, found in zip(self.memory, projected, strict=True):
-            found = map(raw, found)
-            store_rows(list(zip(own, found, strict=True)), starts, places, longest)
+        pairs = [
+            (own, raw(found))
+            for owns, founds in zip(self.memory, projected, strict=True)
+            for own, found in zip(owns, founds, strict=True)
+        ]
+        store_rows(pairs, starts, places, longest, lengths)
         of_slots = [(self.memory_lengths[:, None], lengths)]
         if forced.size:
             prefix = self.rules.prefix

@@ -3,7 +3,7 @@
 A linear layer takes the norm before it, its activation and the residual sum into its launch, so a
 layer of a language model is five launches and one of a translation model eight; the weights of a
 launch are loaded beside the launch before. Norms are folded into copies of the weights. Device
-code: ``rawkernels/linear/row_linear.cu``, ``fold_norm.cu``.
+code: ``rawkernels/row_embedding.cu``, ``linear/row_linear.cu``, ``linear/fold_norm.cu``.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.step_attention import memory_attention
 
-FILE, FOLD = "linear/row_linear.cu", "linear/fold_norm.cu"
+FILE, FOLD, EMBED = "linear/row_linear.cu", "linear/fold_norm.cu", "row_embedding.cu"
 THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
+EMBED_WARPS, EMBED_COLUMNS = 4, 256  # rows of a block, columns of a row in one pass of its warp
 ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
 LEAST_ROWS = 16  # of a language model's step; below, one launch for all of it is faster
 MOST_ROWS = 512  # beyond, kernels of an op each are faster
@@ -53,6 +54,8 @@ TILES = (
     (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
     (MOST_ROWS, Tile(128, 1, 4, 2), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
+HEAD = Tile(64, 1, 4)  # of logits
+HEAD_ROWS = 0  # most rows of logits by ``row_linear``, with a copy of their weights: unmeasured
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
 
@@ -130,6 +133,14 @@ def _linears(layer):
     return (own.qkv, own.out, *of_cross, forward.inner, forward.out)
 
 
+class Head(NamedTuple):
+    """The product that returns logits, with what ``row_linear`` reads of a Linear."""
+
+    weight: Any
+    bias: Any
+    activation: str | None = None
+
+
 class Stream(NamedTuple):
     """States (rows, width), or what ``norm`` makes of them; ``statistics``: of their parts."""
 
@@ -159,9 +170,8 @@ class RowStep:
         records: list[np.ndarray] = []
         sizes: list[int] = []
         before = None  # the norm whose result the next layer reads
-        for i, layer in enumerate(layers_of(model)):
-            heads = _linears(layer)[::2]
-            norms = [layer.norms[0] if i else None, *layer.norms[1:]]
+        for layer in layers_of(model):
+            heads, norms = _linears(layer)[::2], list(layer.norms)
             if not layer.pre_norm:
                 norms = [before, *layer.norms[:-1]]
                 before = layer.norms[-1]
@@ -169,9 +179,25 @@ class RowStep:
                 if norm is not None:
                     records.append(self._fold(linear, norm, sum(sizes)))
                     sizes.append(len(linear.weight.data))
+        self._head, self._final = self._head_of(before)
+        if self._head:
+            records.append(self._fold(self._head, self._final, sum(sizes)))
+            sizes.append(len(self._head.weight.data))
         xp, self._outputs = get_xp(like), sum(sizes)
         self._records = xp.asarray(np.array(records, FOLDING).view(np.uint8))
         self._owners = xp.asarray(np.repeat(np.arange(len(sizes)), sizes), np.int32)
+
+    def _head_of(self, norm):
+        """Return (Head or None, the norm before it); ``norm``: that of a last layer with one."""
+        model, translates = self.model, self.memory is not None
+        norm = norm or (model.decoder_norm if translates else model.norm)
+        if self.rows > HEAD_ROWS or not isinstance(norm, LayerNorm):
+            return None, norm
+        if translates:
+            head = Head(model._head_weight(), model.output_bias)
+        else:
+            head = Head(model._output_weight(), None)
+        return (None if any(n % DEPTH for n in head.weight.shape) else head), norm
 
     def _fold(self, linear, norm, first):
         """Return the record of a layer into which a norm is folded."""
@@ -198,18 +224,26 @@ class RowStep:
         )
 
     def __call__(self) -> Any:
-        model, state = self.model, self.state
-        tokens, positions = state.tokens.reshape(-1, 1), state.positions.reshape(-1, 1)
-        translates = self.memory is not None
-        table = model.target if translates else model.embedding
+        model, translates = self.model, self.memory is not None
         with model.evaluating():
-            x = Stream(raw(table(tokens, positions)).reshape(self.rows, -1))
+            x = self._begin(model.target if translates else model.embedding)
             for i, layer in enumerate(layers_of(model)):
                 memory = None if self.memory is None else self.memory[i]
                 x = self._layer(layer, x, self.caches[i], memory)
-            norm = x.norm or (model.decoder_norm if translates else model.norm)
-            states = x.states if norm is None else norm(x.states)
+            if self._head:
+                return self._linear(Stream(x.states, self._final, x.statistics), self._head)
+            states = x.states if self._final is None else self._final(x.states)
             return raw(model.output(states) if translates else model.head(states))
+
+    def _begin(self, table):
+        """Return the Stream of the last token of each text; ``table``: an Embedding."""
+        state, places = self.state, table._positions()
+        states, statistics = row_embedding(
+            state.tokens.ravel(), state.positions.ravel(), raw(table.weight),
+            None if places is None else raw(places), scale=table.scale, used=table.used,
+            measured=layers_of(self.model)[0].pre_norm,
+        )  # fmt: skip
+        return Stream(states, None, statistics)
 
     def _layer(self, layer, x, cache, memory):
         """Return the Stream behind a layer for the Stream x."""
@@ -221,10 +255,7 @@ class RowStep:
             """Return ``linear`` of x after the norm that it has there."""
             if not layer.pre_norm:
                 return self._linear(x, linear)
-            norm = next(norms)
-            if x.statistics is None:  # of the embedding
-                return self._linear(Stream(raw(norm(x.states))), linear)
-            return self._linear(Stream(x.states, norm, x.statistics), linear)
+            return self._linear(Stream(x.states, next(norms), x.statistics), linear)
 
         def leave(inside, linear):
             inside = Stream(inside.reshape(self.rows, -1))
@@ -253,15 +284,42 @@ class RowStep:
         out, found = row_linear(
             x.states, raw(weight), bias, folded=folded, statistics=known, gain=gain, shift=shift,
             residual=None if residual is None else residual.states, activation=linear.activation,
-            eps=1e-5 if norm is None else norm.eps,
+            eps=1e-5 if norm is None else norm.eps, tile=HEAD if linear is self._head else None,
         )  # fmt: skip
         return out if residual is None else (out, found)
+
+
+def row_embedding(
+    tokens: Any, positions: Any, weight: Any, position_weight: Any = None, *, scale: float = 1.0,
+    used: int | None = None, measured: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return ``scale * weight[tokens] + position_weight[positions]`` and its statistics, or None.
+
+    ``tokens``, ``positions``: int32 (rows,); the tables have rows of the same width, a multiple of
+    DEPTH up to 768; ``used``: how many of ``weight`` are tokens. ``measured``: whether to return
+    statistics, as ``row_linear`` has them; of one part.
+    """
+    rows, width = len(tokens), weight.shape[1]
+    out = arrays.empty(weight, (rows, width))
+    found = arrays.empty(weight, (rows, 1, 2), np.float32) if measured else None
+    tables = [table for table in (weight, position_weight) if table is not None]
+    assert all(x.strides[1] == x.itemsize and (x.strides[0] | x.data.ptr) % 16 == 0 for x in tables)
+    steps = [table.strides[0] // table.itemsize for table in tables]
+    flags = [arrays.index_flag(weight, f"embedding: {name}") for name in ("tokens", "positions")]
+    constants = {"scalar": ctype(weight.dtype), "PACKS": -(-width // EMBED_COLUMNS)}
+    constants["POSITIONS"] = position_weight is not None
+    kernel(EMBED, "row_embedding", **constants)(
+        (-(-rows // EMBED_WARPS),), (32 * EMBED_WARPS,), tokens, positions, weight,
+        position_weight, out, found, rows, width, len(weight) if used is None else used,
+        0 if position_weight is None else len(position_weight), steps[0], steps[-1], scale, *flags,
+    )  # fmt: skip
+    return out, found
 
 
 def row_linear(
     x: Any, weight: Any, bias: Any = None, *, folded: Any = None, statistics: Any = None,
     residual: Any = None, gain: Any = None, shift: Any = None, activation: str | None = None,
-    eps: float = 1e-5,
+    eps: float = 1e-5, tile: Tile | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return ``residual + activation(norm(x) weight^T + bias)`` and its statistics, or None.
 
@@ -269,9 +327,10 @@ def row_linear(
     (rows, outputs). ``statistics``: float32 (rows, parts, 2), mean and sum of squared distances
     from it of equal parts of a row; of x with ``folded``, as ``fold_norm`` makes it, else of the
     residual, whose norm has ``gain`` and ``shift``. Statistics come with a residual.
+    ``tile``: by default that of ``tile_of``.
     """
     rows, (outputs, inputs) = len(x), weight.shape
-    tile = tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
+    tile = tile or tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
     out, found = arrays.empty(x, (rows, outputs)), None
     if residual is not None:
         found = arrays.empty(x, (rows, outputs // tile.outputs, 2), np.float32)

@@ -10,8 +10,8 @@
 //
 // A block multiplies 64 rows with OUTPUTS outputs over a part of the depth; SPLITS blocks, a cluster, have all of it. Each
 // sends its sums to the blocks that finish those rows. Weights do not change while texts are decoded, so their first stages
-// are loaded before the wait for the kernel before, beside whose blocks this one's may run: two kernels at least, which wait,
-// come between what writes weights and this one.
+// are loaded before the wait for the kernel before, beside whose blocks this one's may run: what wrote weights is over, as the
+// kernel before is another one, row_embedding at least, and has itself waited when it lets this one start.
 //
 // With SHARE > 1 a cluster has the same outputs for SHARE times 64 rows, of which the last blocks may have none: each block
 // loads its part of a stage's weights into all of them. A stage is loaded again once all blocks have freed it.

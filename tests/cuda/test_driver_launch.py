@@ -15,7 +15,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, driver_launch, kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
-from gpuattn.engine.row_step import row_linear
+from gpuattn.engine.row_step import row_embedding, row_linear
 from gpuattn.ops.attention import hopper_head
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
@@ -308,6 +308,9 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
         *[x.reshape(1, 160, 4, 64)] * 3, causal=True
     ),
     "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
+    "row_embedding": lambda x, y, v, scores, tokens: row_embedding(
+        tokens, tokens, x[:, :768], y[:, :768]
+    ),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
     "step_attention": lambda x, y, v, *others: step_attention_of(x, y, *others),
     "beam_update, beam_texts": lambda x, y, v, *others: beam_update_of(x, *others),

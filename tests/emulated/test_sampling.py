@@ -160,14 +160,15 @@ def test_starts_between_updates():
         start(texts, seed, *given, rng.integers(0, 9, (200, 4)).astype(np.uint32))
 
 
+@pytest.mark.parametrize("lengths", [None, store_cases.LENGTHS], ids=["whole", "lengths"])
 @pytest.mark.parametrize("name", store_cases.CASES)
-def test_store_rows(name):
+def test_store_rows(name, lengths):
     tables, sources, starts, places, count = store_cases.problem(name)
-    want = store_cases.expected(tables, sources, starts, places, count)
+    want = store_cases.expected(tables, sources, starts, places, count, lengths)
     pairs = [(gpu(t), gpu(s)) for t, s in zip(tables, sources, strict=True)]
     machine = emulator.Machine(1, multiprocessors=3)
     stand_ins = {"kernel": machine.kernel, "on_gpu": lambda _: True}
     with mock.patch.multiple(store_module, **stand_ins):
-        store_rows(pairs, starts, places, count)
+        store_rows(pairs, starts, places, count, lengths)
     for found, wanted in zip(tables, want, strict=True):
         assert found.tobytes() == wanted.tobytes()

@@ -11,6 +11,7 @@ from gpuattn.arrays import BFLOAT16
 from gpuattn.engine import Engine, row_step
 from gpuattn.engine.decoder_step import DecoderStep
 from gpuattn.engine.row_step import RowStep
+from gpuattn.ops.embedding import embedding
 
 GPT, PRE, POST = {"inner": 128}, {"norm": "pre", "ffn": 128}, {"norm": "post", "ffn": 128}
 CASES = {
@@ -37,7 +38,7 @@ def known_of(statistics, width, eps):
 
 def on_host(
     x, weight, bias=None, *, folded=None, statistics=None, residual=None, gain=None, shift=None,
-    activation=None, eps=1e-5,
+    activation=None, eps=1e-5, tile=None,
 ):  # fmt: skip
     y = x @ weight.T
     if folded is not None:
@@ -59,6 +60,15 @@ def on_host(
     return y, statistics_of(y)
 
 
+def embedding_on_host(
+    tokens, positions, weight, position_weight=None, *, scale=1.0, used=None, measured=True
+):  # fmt: skip
+    states = scale * weight[:used][tokens]
+    if position_weight is not None:
+        states = states + position_weight[positions]
+    return states.astype(np.float32), statistics_of(states, 1) if measured else None
+
+
 class OnHost(RowStep):
     def _fold(self, linear, norm, first):
         weight, gain = linear.weight.data, norm.weight.data
@@ -71,14 +81,18 @@ class OnHost(RowStep):
         return np.zeros((), row_step.FOLDING)
 
 
+@pytest.mark.parametrize("head", [False, True], ids=["", "logits too"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_order_of_norms_and_sums(name, monkeypatch):
+def test_the_order_of_norms_and_sums(name, head, monkeypatch):
+    monkeypatch.setattr(row_step, "HEAD_ROWS", 512 * head)
     monkeypatch.setattr(row_step, "row_linear", on_host)
+    monkeypatch.setattr(row_step, "row_embedding", embedding_on_host)
     case = CASES[name]
     model = model_of(case, 1, np.float32, np.float32)
     known, search = (Search(case, 1, np.float32, model) for _ in range(2))
     own = search.memory, search.memory_lengths
     step = OnHost(model, search.state, search.caches, *own)
+    assert bool(step._head) == head
     for n in range(3):
         if n:
             known.advance()
@@ -137,7 +151,10 @@ def test_which_step_a_search_has():
                 step.pack()
                 assert [launch.name for launch in noted] == ["fold_norm"]
                 step()
-                assert [x.name for x in noted].count("row_linear") == 4 * 2
+                names = [x.name for x in noted]
+                assert names[1:3] == ["row_embedding", "row_linear"]
+                assert names.count("row_linear") == 4 * 2
+                assert names.count("layer_norm_forward") == 1  # before the logits
         case = CASES["pre-norm"]
         search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
         own = search.state, search.caches, search.memory, search.memory_lengths
@@ -148,9 +165,11 @@ def test_which_step_a_search_has():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head", [False, True], ids=["", "logits too"])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(gpu, name, dtype):
+def test_numbers(gpu, name, head, dtype, monkeypatch):
     """As accurate as the step op by op; the same bits twice; new weights are taken over."""
+    monkeypatch.setattr(row_step, "HEAD_ROWS", 512 * head)
     case, dtype = CASES[name], dtype_of(dtype)
     exact, by_ops, search = (
         Search(case, 1, dtype, model_of(case, 1, dtype, of, gpu.asarray))
@@ -171,6 +190,34 @@ def test_numbers(gpu, name, dtype):
     fresh = RowStep(search.model, search.state, search.caches, *own)
     fresh.pack()
     assert host(fresh()).tobytes() == host(step()).tobytes() != host(found).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("width", [64, 320, 512, 768])
+def test_embedding(gpu, width, dtype):
+    """As ``embedding``, and statistics of what it rounds to."""
+    dtype, rng = dtype_of(dtype), np.random.default_rng(width)
+    weight, places = (
+        gpu.asarray((rng.standard_normal((n, width)) + 2).astype(dtype)) for n in (90, 30)
+    )
+    for rows in (1, 7, 512):
+        tokens, positions = (
+            gpu.asarray(rng.integers(0, n, rows).astype(np.int32)) for n in (80, 30)
+        )
+        for scale, table in ((width**0.5, places), (1.0, None)):
+            of = {"positions": positions, "position_weight": table} if table is not None else {}
+            want = embedding(tokens, weight, **of, scale=scale, vocab_size=80, impl="raw-simt")
+            states, found = row_step.row_embedding(
+                tokens, positions, weight, table, scale=scale, used=80
+            )
+            exact, other = (host(x).astype(np.float64) for x in (states, want))
+            np.testing.assert_allclose(exact, other, rtol=2**-7)
+            exact = statistics_of(exact, 1)
+            np.testing.assert_allclose(host(found), exact, rtol=1e-5)
+            again, none = row_step.row_embedding(
+                tokens, positions, weight, table, scale=scale, used=80, measured=False
+            )
+            assert none is None and host(again).tobytes() == host(states).tobytes()
 
 
 def test_the_engine_uses_it(gpu):

@@ -13,6 +13,7 @@ import gpuattn
 from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import compiler, kernels
+from gpuattn.engine.row_step import row_embedding
 from gpuattn.errors import KernelCompileError
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.attention.store_rows import store_rows
@@ -111,6 +112,15 @@ def logits(dtype, size):
     text_update(*drawn, texts, eos=as_array(np.array([2], np.int32)))
 
 
+def beginnings(dtype, width):
+    """States of a decoding step; only 16-bit models have such steps."""
+    if dtype == FLOAT32:
+        return
+    ids, table = as_array(np.arange(9, dtype=np.int32)), floats(dtype, 20, width)
+    row_embedding(ids, ids, table, table)
+    row_embedding(ids, ids, table, measured=False)
+
+
 def attention(dtype, size):
     for length in (40, 200):
         q, k, v = (floats(dtype, 2, length, 2, size) for _ in range(3))
@@ -194,7 +204,8 @@ CASES = [
     *[(rows, cols) for cols in COLUMNS], *[(table, cols) for cols in (64, 384, 1000, 4096)],
     *[(logits, size) for size in VOCABULARIES], *[(attention, size) for size in HEAD_SIZES],
     *[(decoding, size) for size in HEAD_SIZES], (layers, 64), (layers, 384), (updates, 1024),
-    (pictures, 14), (pictures, 224), (copies, 5), (copies, 1 << 20),
+    *[(beginnings, width) for width in (64, 512, 768)], (pictures, 14), (pictures, 224),
+    (copies, 5), (copies, 1 << 20),
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from gpuattn.errors import problem
 from gpuattn.typing import Array
 
 NAME = "store_rows"
-BLOCK = 128
+BLOCK, MOST_PAIRS = 128, 24
 COPY = np.dtype(
     [
         *((name, np.uint64) for name in ("table", "source")), ("step", np.int64),
@@ -24,14 +24,16 @@ COPY = np.dtype(
 
 
 def store_rows(
-    pairs: Sequence[tuple[Array, Array]], starts: Array, places: Array, count: int = 1
-) -> None:
+    pairs: Sequence[tuple[Array, Array]], starts: Array, places: Array, count: int = 1,
+    lengths: Array | None = None,
+) -> None:  # fmt: skip
     """Copy rows ``starts[i]`` ... ``starts[i] + count - 1`` of each source into its table.
 
-    ``pairs``: one or two of (table, source). A table (N, room, ...) is C-contiguous. A source
-    (rows, ...) has the dtype of its table, of 2 bytes or more; its rows are contiguous.
-    ``starts``, ``places``: int32 (n,). ``table[places[i], t]`` becomes ``source[starts[i] + t]``,
-    past the end of the source its last row, for t < ``count`` <= room. If entries with the same
+    ``pairs``: (table, source), of which MOST_PAIRS are one launch. A table (N, room, ...) is
+    C-contiguous. A source (rows, ...) has the dtype of its table, of 2 bytes or more; its rows are
+    contiguous. ``starts``, ``places``: int32 (n,). ``table[places[i], t]`` becomes
+    ``source[starts[i] + t]``, past the end of the source its last row, for t < ``count`` <= room;
+    with ``lengths``, int32 (N,), for t < ``lengths[places[i]]`` alone. If entries with the same
     place have different starts, either may be stored. Nothing is read back, so a CUDA graph can
     hold the call. Raises ValueError for shapes and dtypes that do not fit.
     """
@@ -43,22 +45,32 @@ def store_rows(
         if count > table.shape[1]:
             raise ValueError(problem(NAME, "count", count, f"up to the room, {table.shape[1]}"))
     if on_gpu(starts):
-        structs = [_copy(table, source) for table, source in pairs]
-        one, other = structs if len(structs) == 2 else (*structs, np.zeros(1, COPY))
-        kernel("attention/store_rows.cu", NAME)(
-            (len(starts), count), (BLOCK,), *(x.view(f"V{COPY.itemsize}") for x in (one, other)),
-            starts, places,
-        )  # fmt: skip
+        for first in range(0, len(pairs), MOST_PAIRS):
+            some = pairs[first : first + MOST_PAIRS]
+            copies = np.zeros(MOST_PAIRS, COPY)
+            copies[: len(some)] = [_copy(*pair) for pair in some]
+            kernel("attention/store_rows.cu", NAME)(
+                (len(starts), count), (BLOCK,), copies.view(f"V{copies.nbytes}"), starts, places,
+                lengths, len(some), _words(copies[: len(some)]),
+            )  # fmt: skip
         return
-    rows = starts[:, None] + np.arange(count)
+    rows = np.arange(count)
+    most = np.full(len(starts), count) if lengths is None else lengths[places]
+    entries, rows = np.nonzero(rows < most[:, None])
     for table, source in pairs:
-        table[:, :count][places] = source[np.minimum(rows, len(source) - 1)]
+        table[places[entries], rows] = source[np.minimum(starts[entries] + rows, len(source) - 1)]
 
 
 def _copy(table, source):
-    """Return one COPY, (1,)."""
+    """Return the fields of a COPY."""
     row = math.prod(table.shape[2:]) * table.itemsize
     assert table.flags.c_contiguous and table.itemsize % 2 == 0
     assert len(source) == 0 or source[0].flags.c_contiguous, source.strides
-    fields = table.data.ptr, source.data.ptr, source.strides[0], table.shape[1], len(source), row, 0
-    return np.array([fields], COPY)
+    return table.data.ptr, source.data.ptr, source.strides[0], table.shape[1], len(source), row, 0
+
+
+def _words(copies):
+    """Return how many 16 bytes a row has, if all rows are alike and aligned to that; else 0."""
+    size, names = int(copies["bytes"][0]), ("table", "source", "step", "bytes")
+    aligned = not any((copies[name] % 16).any() for name in names)
+    return size // 16 if aligned and (copies["bytes"] == size).all() else 0

@@ -6,7 +6,9 @@ import pytest
 from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.ops.attention.store_rows import NAME, store_rows
 
-CASES = {  # dtype, shape of a row, rooms of two tables, count, step of the source's rows
+CASES = {  # dtype, shape of a row, rooms of the tables, count, step of the source's rows
+    "layers": ("float16", (3, 16), (9, 7, 8) * 9, 6, 2),
+    "wide rows": ("float16", (8, 64), (9,) * 12, 7, 1),
     "keys": ("bfloat16", (2, 32), (9, 9), 7, 3), "float32": ("float32", (3, 5), (4, 6), 4, 2),
     "odd rows": ("float16", (1, 7), (5, 5), 5, 1), "numbers": ("int32", (), (1, 1), 1, 1),
     "tokens": ("int32", (19,), (1, 3), 1, 1),
@@ -29,20 +31,24 @@ def problem(name, seed=0):
     return [draw(6, room, *row) for room in rooms], sources, starts, places, count
 
 
-def expected(tables, sources, starts, places, count):
+def expected(tables, sources, starts, places, count, lengths=None):
     found = [table.copy() for table in tables]
     for table, source in zip(found, sources, strict=True):
         for start, place in zip(starts, places, strict=True):
-            for t in range(count):
+            for t in range(count if lengths is None else min(count, lengths[place])):
                 table[place, t] = source[min(start + t, len(source) - 1)]
     return found
 
 
-@pytest.mark.parametrize("both", [True, False], ids=["two", "one"])
+LENGTHS = np.array([2, 0, 3, 3, 9, 1], np.int32)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "lengths"])
+@pytest.mark.parametrize("both", [True, False], ids=["all", "one"])
 @pytest.mark.parametrize("name", CASES)
-def test_against_loops(xp, name, both):
+def test_against_loops(xp, name, both, lengths):
     tables, sources, starts, places, count = problem(name)
-    want = expected(tables, sources, starts, places, count)
+    want = expected(tables, sources, starts, places, count, lengths)
     there = list(map(xp.asarray, tables))
     steps = [source.base.shape[1] for source in sources]
     given = [
@@ -50,7 +56,9 @@ def test_against_loops(xp, name, both):
         for x, step in zip(sources, steps, strict=True)
     ]  # fmt: skip
     pairs = list(zip(there, given, strict=True))
-    store_rows(pairs[: 1 + both], xp.asarray(starts), xp.asarray(places), count)
+    where = (xp.asarray(x) for x in (starts, places))
+    known = None if lengths is None else xp.asarray(lengths)
+    store_rows(pairs[: None if both else 1], *where, count, known)
     want[1:] = want[1:] if both else tables[1:]
     for found, wanted in zip(there, want, strict=True):
         assert to_cpu(found).tobytes() == wanted.tobytes()

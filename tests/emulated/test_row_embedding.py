@@ -1,0 +1,64 @@
+"""The states that a decoding step begins with, emulated on any CPU."""
+
+import emulator
+import numpy as np
+import pytest
+from checks import sampled
+
+from gpuattn import arrays
+from gpuattn.arrays import BFLOAT16
+from gpuattn.engine import row_step
+
+pytestmark = pytest.mark.usefixtures("host_compiler")
+CASES = [  # dtype, rows, width, scale, positions, statistics, card
+    (dtype, rows, width, scale, positions, measured, card)
+    for dtype, card in ((BFLOAT16, "9.0"), (np.float16, "9.0"), (np.float16, "7.5"))
+    for rows, width in ((1, 64), (9, 256), (5, 320), (6, 512), (3, 768))
+    for scale, positions, measured in ((8.0, True, True), (1.0, False, True), (0.5, True, False))
+]
+
+
+def poisoned(xp, shape, dtype):
+    return emulator.as_array(np.full(shape, np.nan, dtype))
+
+
+@pytest.mark.parametrize("dtype, rows, width, scale, positions, measured, card", sampled(CASES, 12))
+def test_against_float64(dtype, rows, width, scale, positions, measured, card):
+    random = np.random.default_rng(width + rows)
+
+    def draw(*shape):
+        return (random.standard_normal(shape) + 3).astype(dtype)
+
+    weight, table = draw(50, width + 8)[:, :width], draw(20, width) if positions else None
+    tokens, places = (random.integers(0, n, rows).astype(np.int32) for n in (40, 20))
+    machine = emulator.Machine(seed=rows, card=card)
+    given = (emulator.as_array(x) for x in (tokens, places, weight, table))
+    with machine.in_place(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_step, "kernel", machine.kernel)
+        patch.setattr(arrays, "allocate", poisoned)
+        states, found = row_step.row_embedding(*given, scale=scale, used=40, measured=measured)
+        assert not np.asarray(arrays._flags[0]).any()
+    want = scale * weight[tokens].astype(np.float64)
+    if positions:
+        want += table[places].astype(np.float64)
+    unit = 2.0**-8 if dtype == BFLOAT16 else 2.0**-11
+    assert (np.abs(states.astype(np.float64) - want) <= unit * np.abs(want)).all()
+    if not measured:
+        assert found is None
+        return
+    exact = states.astype(np.float64)
+    mean = exact.mean(-1)
+    squares = ((exact - mean[:, None]) ** 2).sum(-1)
+    np.testing.assert_allclose(found, np.stack([mean, squares], -1)[:, None], rtol=1e-5)
+
+
+def test_an_index_out_of_range_is_flagged():
+    weight = emulator.as_array(np.ones((4, 64), BFLOAT16))
+    tokens = emulator.as_array(np.array([3, 4, -1], np.int32))
+    machine = emulator.Machine(seed=0)
+    with machine.in_place(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_step, "kernel", machine.kernel)
+        states, _ = row_step.row_embedding(tokens, tokens, weight)
+        flags = np.asarray(arrays._flags[0])
+        assert flags[flags[:, 1] == 4].shape == (1, 2)
+    assert (states.astype(np.float32) == 1).all()
