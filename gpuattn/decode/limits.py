@@ -88,29 +88,33 @@ class Limits:
         return found
 
     def hidden(self, step: int, vocab: int) -> Array | None:
-        """Return a bool mask (V,) of the tokens that may not come at ``step``, or None."""
+        """Return a bool mask (V,) of the tokens that may not come at ``step``, or None.
+
+        Raises ValueError as ``check`` does.
+        """
         if self._masks is None:
-            if self.prefix.max(initial=-1) >= vocab:
-                got = f"holding {self.prefix.max()}"
-                raise ValueError(
-                    problem(self.options.function, "prefix", got, f"tokens below {vocab}")
-                )
+            self.check(vocab)
             banned, ends = self.options.banned, self.options.eos
-            if len(ends) >= vocab:
-                accepted = f"fewer end marks than tokens, {vocab}"
-                raise ValueError(
-                    problem(self.options.function, "eos", f"{len(ends)} tokens", accepted)
-                )
             self._masks = self._mask((*banned, *ends), vocab), self._mask(banned, vocab)
         return self._masks[step >= self.options.min_length]
+
+    def check(self, vocab: int) -> None:
+        """Raise ValueError for tokens that are not in the vocabulary, and for too many ends."""
+        function, banned, ends = self.options.function, self.options.banned, self.options.eos
+        if self.prefix.max(initial=-1) >= vocab:
+            got = f"holding {self.prefix.max()}"
+            raise ValueError(problem(function, "prefix", got, f"tokens below {vocab}"))
+        if len(ends) >= vocab:
+            accepted = f"fewer end marks than tokens, {vocab}"
+            raise ValueError(problem(function, "eos", f"{len(ends)} tokens", accepted))
+        wrong = [token for token in (*banned, *ends) if not 0 <= token < vocab]
+        if wrong:
+            got, accepted = f"holding {wrong[0]}", f"0 <= token < {vocab}"
+            raise ValueError(problem(function, "banned or eos", got, accepted))
 
     def _mask(self, tokens, vocab):
         if not tokens:
             return None
-        wrong = [token for token in tokens if not 0 <= token < vocab]
-        if wrong:
-            got, accepted = f"holding {wrong[0]}", f"0 <= token < {vocab}"
-            raise ValueError(problem(self.options.function, "banned or eos", got, accepted))
         mask = np.zeros(vocab, bool)
         mask[list(tokens)] = True
         return self.stepper.xp.asarray(mask)

@@ -120,14 +120,15 @@ def hypotheses_of(
     has ended. All on the host; sentences beyond ``limits`` are left out.
     """
     count, (_, n, _) = len(limits), texts.shape
-    known = texts[..., : lengths.max(initial=0)], lengths, scores, normalised
-    lists = (x[:count].reshape(count * n, *x.shape[2:]).tolist() for x in known)  # one call each
-    found = [
-        Hypothesis(tokens[:length], score, divided, length < limit)
-        for tokens, length, score, divided, limit in zip(
-            *lists, np.repeat(limits, n).tolist(), strict=True
-        )
-    ]
+    lengths, scores = lengths[:count], scores[:count]
+    ended = lengths < np.reshape(limits, (count, 1))
+    known = texts[:count, :, : lengths.max(initial=0)], lengths, scores, normalised[:count], ended
+    tokens, *others = (x.reshape(count * n, *x.shape[2:]).tolist() for x in known)  # one call each
+    for text, length in zip(tokens, others[0], strict=True):
+        del text[length:]
+    found = list(map(Hypothesis, tokens, *others[1:]))
+    if scores.min(initial=0) > -math.inf:
+        return [found[i : i + n] for i in range(0, count * n, n)]
     return [
         [text for text in found[i : i + n] if text.score != -math.inf]
         for i in range(0, count * n, n)

@@ -116,12 +116,12 @@ class TranslationSearch:
         bounds[0], bounds[1:] = 0, np.cumsum(sequences)
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
         places[:count], starts[:count] = at, bounds[:count]
-        tokens[:] = 0
         marked: list[int] = []
+        eos = [self.model.config.eos]
         for source in sources:
             marked += source
-            marked.append(self.model.config.eos)
-        tokens[:total] = marked
+            marked += eos
+        tokens[:total], tokens[total:] = marked, 0
         positions[:] = np.arange(shape[1]) - np.repeat(bounds[:-1], sequences)
         self._inputs.send(sizes)
 
@@ -191,7 +191,8 @@ class TranslationSearch:
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int]
     ) -> list[list[Hypothesis]]:
         """Return what was found in ``slots``; ``read``: copies of ``results``."""
-        texts, lengths, scores, normalised = (x[list(slots)] for x in read)
+        at = np.asarray(slots)
+        texts, lengths, scores, normalised = (x[at] for x in read)
         return hypotheses_of(texts, lengths, scores, normalised, limits)
 
     def step(self) -> None:

@@ -31,7 +31,7 @@ from gpuattn.engine.inputs import rounded
 from gpuattn.engine.lane import Lane, Request
 from gpuattn.engine.lookup import Speculation
 from gpuattn.engine.pages import mostly_shared
-from gpuattn.engine.plans import Plans, keys_of
+from gpuattn.engine.plans import Plans
 from gpuattn.engine.request import Handle
 from gpuattn.engine.runner import Queued, Runner
 from gpuattn.engine.scheduler import Scheduler
@@ -155,7 +155,7 @@ class Engine:
         texts longer than the model's ``max_length``.
         """
         options = BeamOptions(**settings)
-        self._check_lengths(sources, limits)
+        lengths = self._checked_lengths(sources, limits)
         if self._by_host(options):
             yield from self._on_host(sources, limits, bos, prefix, options, batch_tokens)
             return
@@ -163,8 +163,8 @@ class Engine:
         if empty := [i for i, limit in enumerate(limits) if limit == 0]:
             yield empty, [[EMPTY]] * len(empty)
         order = [i for i, limit in enumerate(limits) if limit]
-        order.sort(key=lambda i: -len(sources[i]))
-        requests = [Request(sources[i], limits[i], prefixes[i], owner=i) for i in order]
+        order.sort(key=lengths.__getitem__, reverse=True)
+        requests = [Request(sources[i], limits[i], prefixes[i], 0, None, i) for i in order]
         for plan, alike in self._plans.of_sources(requests, bos, options, batch_tokens):
             with contextlib.closing(self._flow(plan, alike)) as flow:  # also where a caller stops
                 for found in flow:
@@ -206,8 +206,8 @@ class Engine:
             return found
         results: list = [EMPTY] * len(prompts)
         order = [i for i, limit in enumerate(limits) if limit]
+        order.sort(key=lambda i: len(arrays[i]) + limits[i], reverse=True)
         requests = [Request(arrays[i], limits[i], (), numbers[i], key, i) for i in order]
-        requests.sort(key=keys_of, reverse=True)
 
         def say(request, tokens):
             tell(request.owner, tokens)
@@ -304,20 +304,25 @@ class Engine:
         """Return the prefix of each source. Raises ValueError for settings that do not fit."""
         sources: Any = SimpleNamespace(sentences=len(limits), xp=np)
         known = Limits(options, sources, bos, np.asarray(limits, np.int32), prefix)
-        known.hidden(0, self.model.config.vocab)  # for its errors
+        known.check(self.model.config.vocab)
         return [()] * len(limits) if prefix is None else prefix
 
-    def _check_lengths(self, sources, limits):
-        """Raise ValueError for a source or a limit that is longer than the model takes."""
+    def _checked_lengths(self, sources, limits):
+        """Return the lengths of sources.
+
+        Raises ValueError for a source or a limit that is longer than the model takes.
+        """
         most = self.model.config.max_length
         if min(limits, default=0) < 0 or max(limits, default=0) > most:
             wrong = next(limit for limit in limits if not 0 <= limit <= most)
             accepted = f"0 to the model's max_length, {most}"
             raise ValueError(problem("translate", "a limit", wrong, accepted))
-        longest = max(map(len, sources), default=0)
+        lengths = list(map(len, sources))
+        longest = max(lengths, default=0)
         if longest + 1 > most:
             accepted = f"up to {most - 1}, and the end mark: the model's max_length is {most}"
             raise ValueError(problem("translate", "a source", f"{longest} tokens long", accepted))
+        return lengths
 
     def _flow(self, plan, requests, tell=None):
         """Yield lists of (request, its Hypotheses), as they are found; the first ones start first.
@@ -333,7 +338,8 @@ class Engine:
             lane = Lane(search, scheduler, searches.run, tell=note, behind=int(self.on_gpu))
             while True:
                 # the first texts start before the others are queued, of which some always wait
-                for request in itertools.islice(left, max(0, 2 * slots - scheduler.waiting)):
+                more = 2 * slots - scheduler.waiting if lane.busy else slots
+                for request in itertools.islice(left, max(0, more)):
                     scheduler.add(request, steps=request.limit)
                 if not lane.busy:
                     return
@@ -366,7 +372,7 @@ class Engine:
 
     def _submit_source(self, source, limit, priority, *, bos, prefix=None, **settings):
         options = BeamOptions(**settings)
-        self._check_lengths([source], [limit])
+        self._checked_lengths([source], [limit])
         source, forced = list(source), None if prefix is None else [list(prefix)]
         if limit == 0:
             return self._over()

@@ -78,7 +78,7 @@ class Lane:
             self._reads.append((scheduler.release(), Reading(*search.results())))
         self._leave(ticket.slot for ticket in ended)
         if joined := scheduler.admit(self._fits if search.pages else None):
-            self._begin([(ticket.slot, ticket.request) for ticket in joined])
+            self._begin(joined)
         if not scheduler.running:
             self._looks.clear()
         return self._found()
@@ -133,8 +133,9 @@ class Lane:
         self.scheduler.look(read[0], burst)
 
     def _begin(self, joined):
-        for part in self.search.portions([request.tokens for _, request in joined]):
-            slots, requests = zip(*(joined[i] for i in part), strict=True)
+        for part in self.search.portions([ticket.request.tokens for ticket in joined]):
+            slots = [joined[i].slot for i in part]
+            requests = [joined[i].request for i in part]
             tokens, limits, prefixes, numbers, keys, _ = zip(*requests, strict=True)
             own = (prefixes,) if keys[0] is None else (numbers, keys)
             self.search.load(tokens, limits, *own, slots=slots)
@@ -150,8 +151,8 @@ class Lane:
             self._reads.popleft()
             slots, limits = [t.slot for t in tickets], [t.request.limit for t in tickets]
             results = self.search.hypotheses(reading.values(), slots, limits)
-            for ticket, result in zip(tickets, results, strict=True):
-                if self._tell and result and len(result[0].tokens) > ticket.told:
+            for ticket, result in zip(tickets, results, strict=True) if self._tell else ():
+                if result and len(result[0].tokens) > ticket.told:
                     self._tell(ticket.request, result[0].tokens[ticket.told :])
-                found.append((ticket.request, result))
+            found += zip([ticket.request for ticket in tickets], results, strict=True)
         return found

@@ -68,9 +68,9 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_source(one, bos, options, batch_tokens))
         most = self.model.config.max_length
-        room = rounded(max(request.limit for request in requests), most)
-        source_room = rounded(max(len(request.tokens) for request in requests) + 1, most)
-        forced = max(len(request.prefix) for request in requests)
+        sources, limits, prefixes, *_ = zip(*requests, strict=True)
+        room, source_room = rounded(max(limits), most), rounded(max(map(len, sources)) + 1, most)
+        forced = max(map(len, prefixes))
         plan = self._translation(room, source_room, forced, bos, options, batch_tokens)
         return [(plan, list(requests))]
 
@@ -87,7 +87,8 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_prompt(one, options))
         room = rounded(max(map(keys_of, requests)), self.model.config.block)
-        pages = new_pages([one.tokens for one in requests], [one.limit for one in requests])
+        prompts, limits, *_ = zip(*requests, strict=True)
+        pages = new_pages(prompts, limits)
         return [(self._generation(room, options, pages), list(requests))]
 
     def _translation(self, room, source_room, forced, bos, options, batch_tokens):
