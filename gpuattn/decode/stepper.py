@@ -120,15 +120,14 @@ def hypotheses_of(
     has ended. All on the host; sentences beyond ``limits`` are left out.
     """
     count, (_, n, _) = len(limits), texts.shape
-    lengths, scores = lengths[:count], scores[:count]
-    ended = lengths < np.reshape(limits, (count, 1))
-    known = texts[:count, :, : lengths.max(initial=0)], lengths, scores, normalised[:count], ended
-    tokens, *others = (x.reshape(count * n, *x.shape[2:]).tolist() for x in known)  # one call each
-    for text, length in zip(tokens, others[0], strict=True):
+    ended = lengths[:count] < np.asarray(limits, np.int64)[:, None]
+    known = lengths[:count], scores[:count], normalised[:count], ended
+    counts, *others = (x.ravel().tolist() for x in known)  # one call each
+    longest = max(counts, default=0)
+    tokens = texts[:count, :, :longest].reshape(count * n, longest).tolist()
+    for text, length in zip(tokens, counts, strict=True):
         del text[length:]
-    found = list(map(Hypothesis, tokens, *others[1:]))
-    if scores.min(initial=0) > -math.inf:
-        return [found[i : i + n] for i in range(0, count * n, n)]
+    found = list(map(Hypothesis, tokens, *others))
     return [
         [text for text in found[i : i + n] if text.score != -math.inf]
         for i in range(0, count * n, n)

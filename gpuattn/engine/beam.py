@@ -94,11 +94,11 @@ class TranslationSearch:
         they are translated; other slots go on as they are. None: in the first slots, and all
         others end. ``shape`` is then what the launches of ``encode`` depend on.
         """
-        count, lengths = len(sources), np.array([len(source) + 1 for source in sources])
-        total, longest = int(lengths.sum()), _longest(int(lengths.max()), self.source_room)
+        count, lengths = len(sources), [len(source) + 1 for source in sources]
+        total, longest = sum(lengths), _longest(max(lengths), self.source_room)
         shape = rounded(count, self.sentences, 1), _token_room(total), longest
         self.shape = shape = self._fixed or shape
-        longest = shape[2]
+        entries, room, longest = shape
         self._inputs.begin()
         host, sizes = self._inputs.host, self._sizes(shape)
         most, known, forced, places, starts, bounds, tokens, positions = parts(host, sizes)
@@ -108,21 +108,19 @@ class TranslationSearch:
         forced[:] = -1
         for slot, prefix in zip(at, prefixes if forced.size else (), strict=False):
             forced.reshape(self.rules.prefix.shape)[slot, : len(prefix)] = prefix
-        sequences = np.zeros(len(bounds) - 1, np.int32)  # those past the entries hold the padding
-        sequences[:count] = lengths
-        fillers = len(sequences) - shape[0]
-        padding = shape[1] - total - longest * np.arange(fillers)
-        sequences[shape[0] :] = padding.clip(0, longest)
-        bounds[0], bounds[1:] = 0, np.cumsum(sequences)
+        bounds[0], bounds[count:] = 0, total
+        np.cumsum(lengths, out=bounds[1 : count + 1])
+        ends = bounds[entries + 1 :]  # of sequences past the entries, which hold the padding
+        np.minimum(total + longest * np.arange(1, len(ends) + 1), room, out=ends)
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
         places[:count], starts[:count] = at, bounds[:count]
         marked: list[int] = []
-        eos = [self.model.config.eos]
         for source in sources:
             marked += source
-            marked += eos
+            marked.append(self.model.config.eos)
         tokens[:total], tokens[total:] = marked, 0
-        positions[:] = np.arange(shape[1]) - np.repeat(bounds[:-1], sequences)
+        begins = bounds[:-1]
+        np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)
         self._inputs.send(sizes)
 
     def _sizes(self, shape):

@@ -22,7 +22,7 @@ from gpuattn.arrays import get_xp, on_gpu, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
-from gpuattn.decode.limits import Limits
+from gpuattn.decode.limits import Limits, check_tokens
 from gpuattn.decode.options import BeamOptions, SampleOptions
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine import generation, lookup
@@ -302,10 +302,14 @@ class Engine:
 
     def _prefixes(self, options, bos, limits, prefix):
         """Return the prefix of each source. Raises ValueError for settings that do not fit."""
-        sources: Any = SimpleNamespace(sentences=len(limits), xp=np)
+        count, vocab = len(limits), self.model.config.vocab
+        if prefix is None and np.ndim(bos) == 0:
+            check_tokens(options, vocab)
+            return [()] * count
+        sources: Any = SimpleNamespace(sentences=count, xp=np)
         known = Limits(options, sources, bos, np.asarray(limits, np.int32), prefix)
-        known.check(self.model.config.vocab)
-        return [()] * len(limits) if prefix is None else prefix
+        known.hidden(0, vocab)  # for its errors
+        return [()] * count if prefix is None else prefix
 
     def _checked_lengths(self, sources, limits):
         """Return the lengths of sources.

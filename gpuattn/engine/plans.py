@@ -87,9 +87,7 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_prompt(one, options))
         room = rounded(max(map(keys_of, requests)), self.model.config.block)
-        prompts, limits, *_ = zip(*requests, strict=True)
-        pages = new_pages(prompts, limits)
-        return [(self._generation(room, options, pages), list(requests))]
+        return [(self._generation(room, options, requests), list(requests))]
 
     def _translation(self, room, source_room, forced, bos, options, batch_tokens):
         """``forced``: the longest prefix."""
@@ -106,8 +104,8 @@ class Plans:
         key = options.beam, room, source_room, bos, options, prefix_room
         return Plan(key, slots, new, self._fixed)
 
-    def _generation(self, room, options, pages=None):
-        """``pages``: ``new_pages`` of texts, the longest first; None: ``room`` for each."""
+    def _generation(self, room, options, requests=()):
+        """``requests``: those of all texts, the longest first; none: ``room`` for each."""
         rules = {name: getattr(options, name) for name in generation.RULES}
         draws = {name: getattr(options, name) for name in generation.DRAWS}
 
@@ -119,8 +117,10 @@ class Plans:
 
         most = self._searches.most_tokens() // PAGE
         fitting = most // pages_of(room)
-        if pages and not self._invariant:
-            fitting = max(fitting, int(np.searchsorted(np.cumsum(pages), most, "right")))
+        if fitting < min(len(requests), self._max_rows):  # they may share some
+            prompts, limits, *_ = zip(*requests, strict=True)
+            pages = np.cumsum(new_pages(prompts, limits))
+            fitting = max(fitting, int(np.searchsorted(pages, most, "right")))
         slots = max(1, min(self._max_rows, fitting))
         return Plan((1, room, options), slots, new, self._fixed)
 
