@@ -118,7 +118,7 @@ class TranslationSearch:
         for source in sources:
             marked += source
             marked.append(self.model.config.eos)
-        tokens[:total], tokens[total:] = marked, 0
+        tokens[:total], tokens[total:] = np.fromiter(marked, np.int32, total), 0
         begins = bounds[:-1]
         np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)
         self._inputs.send(sizes)

@@ -343,8 +343,8 @@ class Engine:
             while True:
                 # the first texts start before the others are queued, of which some always wait
                 more = 2 * slots - scheduler.waiting if lane.busy else slots
-                for request in itertools.islice(left, max(0, more)):
-                    scheduler.add(request, steps=request.limit)
+                added = list(itertools.islice(left, max(0, more)))
+                scheduler.extend(added, [request.limit for request in added])
                 if not lane.busy:
                     return
                 with self._lock, searches.on_stream():

@@ -94,11 +94,11 @@ class Lane:
         steps = scheduler.burst()
         if not pages:
             return steps
-        holders = [ticket for ticket in scheduler.running if ticket.slot in pages]
-        holders.sort(key=lambda ticket: ticket.rank)
-        self._leave({*pages.full} - {ticket.slot for ticket in holders})  # they were cancelled
+        running = {ticket.slot for ticket in scheduler.running}
+        self._leave(pages.full.keys() - running)  # they were cancelled
         while steps and not self.search.provide(steps):
-            last = holders.pop()
+            holders = [ticket for ticket in scheduler.running if ticket.slot in pages]
+            last = max(holders, key=lambda ticket: ticket.rank)
             last.keys = int(pages.keys[last.slot]) + PAGE
             self._leave([last.slot])
             scheduler.put_back(last)

@@ -68,9 +68,9 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_source(one, bos, options, batch_tokens))
         most = self.model.config.max_length
-        sources, limits, prefixes, *_ = zip(*requests, strict=True)
-        room, source_room = rounded(max(limits), most), rounded(max(map(len, sources)) + 1, most)
-        forced = max(map(len, prefixes))
+        room = rounded(max([request.limit for request in requests]), most)
+        source_room = rounded(max([len(request.tokens) for request in requests]) + 1, most)
+        forced = max([len(request.prefix) for request in requests])
         plan = self._translation(room, source_room, forced, bos, options, batch_tokens)
         return [(plan, list(requests))]
 
@@ -118,9 +118,8 @@ class Plans:
         most = self._searches.most_tokens() // PAGE
         fitting = most // pages_of(room)
         if fitting < min(len(requests), self._max_rows):  # they may share some
-            prompts, limits, *_ = zip(*requests, strict=True)
-            pages = np.cumsum(new_pages(prompts, limits))
-            fitting = max(fitting, int(np.searchsorted(pages, most, "right")))
+            pages = new_pages([one.tokens for one in requests], [one.limit for one in requests])
+            fitting = max(fitting, int(np.searchsorted(np.cumsum(pages), most, "right")))
         slots = max(1, min(self._max_rows, fitting))
         return Plan((1, room, options), slots, new, self._fixed)
 

@@ -14,7 +14,7 @@ after batch 432 or more.
 
 import itertools
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -52,6 +52,9 @@ class Ticket:
     last: int = field(default=0, init=False)
     told: int = field(default=0, init=False)
     keys: int = field(default=0, init=False)
+
+
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -112,6 +115,15 @@ class Scheduler:
         ticket = Ticket(request, steps, cost, priority, rank)
         self._push(ticket)
         return ticket
+
+    def extend(self, requests: Sequence[Any], steps: Sequence[int]) -> None:
+        """Put requests into the queue as ``add`` does, with the same cost and priority."""
+        if min(steps, default=1) < 1:
+            raise ValueError(problem("Scheduler.extend", "steps", min(steps), "1 or more"))
+        numbered = zip(zip(requests, steps, strict=True), self._numbers, strict=False)
+        rounds = self._rounds
+        self._queue += [Ticket(one, most, 1, 0, (rounds, n)) for (one, most), n in numbered]
+        self._queue.sort(key=_rank)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a request out of the queue, or out of its slot at the end of this burst.
@@ -185,8 +197,10 @@ class Scheduler:
         """Free the slots of the requests that have ended, which are over now; return them."""
         ended = self.ended()
         for ticket in ended:
-            self._leave(ticket)
+            del self._running[ticket.slot]
+            self._spent -= ticket.cost
             ticket.state = "over"
+        self._ended = {}
         self._free = sorted([*self._free, *[ticket.slot for ticket in ended]])
         return ended
 
@@ -227,6 +241,6 @@ class Scheduler:
 
     def _push(self, ticket):
         if self._queue and self._queue[-1].rank > ticket.rank:
-            insort(self._queue, ticket, key=attrgetter("rank"))
+            insort(self._queue, ticket, key=_rank)
         else:
             self._queue.append(ticket)
