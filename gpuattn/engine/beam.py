@@ -16,7 +16,7 @@ from gpuattn.engine.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_step import MAX_LISTED, beam_step
-from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
+from gpuattn.ops.sampling.beam_update import Beams, beam_update, packed_texts, unpacked_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 
 TOKEN_STEP = 512  # the tokens of sources that are encoded together are padded to a multiple of it
@@ -182,15 +182,16 @@ class TranslationSearch:
         return stable_texts(*(x[list(slots)] for x in read))
 
     def results(self) -> tuple[Any, ...]:
-        """Return the arrays that ``hypotheses`` reads."""
-        return best_texts(self.beams, self.options.nbest)
+        """Return the arrays that ``hypotheses`` reads: one, which is one copy to the host."""
+        return (packed_texts(self.beams, self.options.nbest),)
 
     def hypotheses(
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int]
     ) -> list[list[Hypothesis]]:
         """Return what was found in ``slots``; ``read``: copies of ``results``."""
         at = np.asarray(slots)
-        texts, lengths, scores, normalised = (x[at] for x in read)
+        known = unpacked_texts(*read, self.sentences, self.options.nbest)
+        texts, lengths, scores, normalised = (x[at] for x in known)
         return hypotheses_of(texts, lengths, scores, normalised, limits)
 
     def step(self) -> None:
