@@ -104,12 +104,13 @@ class TranslationSearch:
         most, known, forced, places, starts, bounds, tokens, positions = parts(host, sizes)
         most[:], known[:] = 0 if slots is None else -1, 1
         at = np.arange(count) if slots is None else np.asarray(slots)
-        most[at], known[at] = limits, lengths
+        own = np.array(lengths, np.int32)
+        most[at], known[at] = limits, own
         forced[:] = -1
         for slot, prefix in zip(at, prefixes if forced.size else (), strict=False):
             forced.reshape(self.rules.prefix.shape)[slot, : len(prefix)] = prefix
         bounds[0], bounds[count:] = 0, total
-        np.cumsum(lengths, out=bounds[1 : count + 1])
+        own.cumsum(out=bounds[1 : count + 1])
         ends = bounds[entries + 1 :]  # of sequences past the entries, which hold the padding
         np.minimum(total + longest * np.arange(1, len(ends) + 1), room, out=ends)
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
@@ -189,8 +190,8 @@ class TranslationSearch:
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int]
     ) -> list[list[Hypothesis]]:
         """Return what was found in ``slots``; ``read``: copies of ``results``."""
-        at = np.asarray(slots)
-        known = unpacked_texts(*read, self.sentences, self.options.nbest)
+        (packed,), at = read, np.asarray(slots)
+        known = unpacked_texts(packed, self.sentences, self.options.nbest)
         texts, lengths, scores, normalised = (x[at] for x in known)
         return hypotheses_of(texts, lengths, scores, normalised, limits)
 

@@ -136,9 +136,13 @@ class Lane:
         for part in self.search.portions([ticket.request.tokens for ticket in joined]):
             slots = [joined[i].slot for i in part]
             requests = [joined[i].request for i in part]
-            tokens, limits, prefixes, numbers, keys, _ = zip(*requests, strict=True)
-            own = (prefixes,) if keys[0] is None else (numbers, keys)
-            self.search.load(tokens, limits, *own, slots=slots)
+            texts = [request.tokens for request in requests]
+            limits = [request.limit for request in requests]
+            if requests[0].key is None:
+                self.search.load(texts, limits, [one.prefix for one in requests], slots=slots)
+            else:
+                own = [one.number for one in requests], [one.key for one in requests]
+                self.search.load(texts, limits, *own, slots=slots)
             self._run("begin", (self.search, *self.search.shape), self.search.begin)
 
     def _found(self):
