@@ -13,6 +13,18 @@ from gpuattn.errors import problem
 from gpuattn.typing import Array
 
 
+def check_tokens(options: Options, vocab: int) -> None:
+    """Raise ValueError for banned and end tokens that do not fit a vocabulary of that size."""
+    banned, ends = options.banned, options.eos
+    if len(ends) >= vocab:
+        accepted = f"fewer end marks than tokens, {vocab}"
+        raise ValueError(problem(options.function, "eos", f"{len(ends)} tokens", accepted))
+    wrong = [token for token in (*banned, *ends) if not 0 <= token < vocab]
+    if wrong:
+        got, accepted = f"holding {wrong[0]}", f"0 <= token < {vocab}"
+        raise ValueError(problem(options.function, "banned or eos", got, accepted))
+
+
 class Limits:
     """``options`` for the sentences of ``stepper``, with what each of them has of its own.
 
@@ -88,29 +100,22 @@ class Limits:
         return found
 
     def hidden(self, step: int, vocab: int) -> Array | None:
-        """Return a bool mask (V,) of the tokens that may not come at ``step``, or None."""
+        """Return a bool mask (V,) of the tokens that may not come at ``step``, or None.
+
+        Raises ValueError for tokens that a vocabulary of V lacks, as ``check_tokens`` does.
+        """
         if self._masks is None:
             if self.prefix.max(initial=-1) >= vocab:
-                got = f"holding {self.prefix.max()}"
-                raise ValueError(
-                    problem(self.options.function, "prefix", got, f"tokens below {vocab}")
-                )
+                got, accepted = f"holding {self.prefix.max()}", f"tokens below {vocab}"
+                raise ValueError(problem(self.options.function, "prefix", got, accepted))
+            check_tokens(self.options, vocab)
             banned, ends = self.options.banned, self.options.eos
-            if len(ends) >= vocab:
-                accepted = f"fewer end marks than tokens, {vocab}"
-                raise ValueError(
-                    problem(self.options.function, "eos", f"{len(ends)} tokens", accepted)
-                )
             self._masks = self._mask((*banned, *ends), vocab), self._mask(banned, vocab)
         return self._masks[step >= self.options.min_length]
 
     def _mask(self, tokens, vocab):
         if not tokens:
             return None
-        wrong = [token for token in tokens if not 0 <= token < vocab]
-        if wrong:
-            got, accepted = f"holding {wrong[0]}", f"0 <= token < {vocab}"
-            raise ValueError(problem(self.options.function, "banned or eos", got, accepted))
         mask = np.zeros(vocab, bool)
         mask[list(tokens)] = True
         return self.stepper.xp.asarray(mask)

@@ -120,14 +120,14 @@ def hypotheses_of(
     has ended. All on the host; sentences beyond ``limits`` are left out.
     """
     count, (_, n, _) = len(limits), texts.shape
-    known = texts[..., : lengths.max(initial=0)], lengths, scores, normalised
-    lists = (x[:count].reshape(count * n, *x.shape[2:]).tolist() for x in known)  # one call each
-    found = [
-        Hypothesis(tokens[:length], score, divided, length < limit)
-        for tokens, length, score, divided, limit in zip(
-            *lists, np.repeat(limits, n).tolist(), strict=True
-        )
-    ]
+    ended = lengths[:count] < np.asarray(limits, np.int64)[:, None]
+    known = lengths[:count], scores[:count], normalised[:count], ended
+    counts, *others = (x.ravel().tolist() for x in known)  # one call each
+    longest = max(counts, default=0)
+    tokens = texts[:count, :, :longest].reshape(count * n, longest).tolist()
+    for text, length in zip(tokens, counts, strict=True):
+        del text[length:]
+    found = list(map(Hypothesis, tokens, *others))
     return [
         [text for text in found[i : i + n] if text.score != -math.inf]
         for i in range(0, count * n, n)

@@ -16,7 +16,7 @@ from gpuattn.engine.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_step import MAX_LISTED, beam_step
-from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
+from gpuattn.ops.sampling.beam_update import Beams, beam_update, packed_texts, unpacked_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 
 TOKEN_STEP = 512  # the tokens of sources that are encoded together are padded to a multiple of it
@@ -94,35 +94,34 @@ class TranslationSearch:
         they are translated; other slots go on as they are. None: in the first slots, and all
         others end. ``shape`` is then what the launches of ``encode`` depend on.
         """
-        count, lengths = len(sources), np.array([len(source) + 1 for source in sources])
-        total, longest = int(lengths.sum()), _longest(int(lengths.max()), self.source_room)
+        count, lengths = len(sources), [len(source) + 1 for source in sources]
+        total, longest = sum(lengths), _longest(max(lengths), self.source_room)
         shape = rounded(count, self.sentences, 1), _token_room(total), longest
         self.shape = shape = self._fixed or shape
-        longest = shape[2]
+        entries, room, longest = shape
         self._inputs.begin()
         host, sizes = self._inputs.host, self._sizes(shape)
         most, known, forced, places, starts, bounds, tokens, positions = parts(host, sizes)
         most[:], known[:] = 0 if slots is None else -1, 1
         at = np.arange(count) if slots is None else np.asarray(slots)
-        most[at], known[at] = limits, lengths
+        own = np.array(lengths, np.int32)
+        most[at], known[at] = limits, own
         forced[:] = -1
         for slot, prefix in zip(at, prefixes if forced.size else (), strict=False):
             forced.reshape(self.rules.prefix.shape)[slot, : len(prefix)] = prefix
-        sequences = np.zeros(len(bounds) - 1, np.int32)  # those past the entries hold the padding
-        sequences[:count] = lengths
-        fillers = len(sequences) - shape[0]
-        padding = shape[1] - total - longest * np.arange(fillers)
-        sequences[shape[0] :] = padding.clip(0, longest)
-        bounds[0], bounds[1:] = 0, np.cumsum(sequences)
+        bounds[0], bounds[count:] = 0, total
+        own.cumsum(out=bounds[1 : count + 1])
+        ends = bounds[entries + 1 :]  # of sequences past the entries, which hold the padding
+        np.minimum(total + longest * np.arange(1, len(ends) + 1), room, out=ends)
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
         places[:count], starts[:count] = at, bounds[:count]
-        tokens[:] = 0
         marked: list[int] = []
         for source in sources:
             marked += source
             marked.append(self.model.config.eos)
-        tokens[:total] = marked
-        positions[:] = np.arange(shape[1]) - np.repeat(bounds[:-1], sequences)
+        tokens[:total], tokens[total:] = np.fromiter(marked, np.int32, total), 0
+        begins = bounds[:-1]
+        np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)
         self._inputs.send(sizes)
 
     def _sizes(self, shape):
@@ -187,14 +186,16 @@ class TranslationSearch:
         return stable_texts(*(x[list(slots)] for x in read))
 
     def results(self) -> tuple[Any, ...]:
-        """Return the arrays that ``hypotheses`` reads."""
-        return best_texts(self.beams, self.options.nbest)
+        """Return the arrays that ``hypotheses`` reads: one, which is one copy to the host."""
+        return (packed_texts(self.beams, self.options.nbest),)
 
     def hypotheses(
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int]
     ) -> list[list[Hypothesis]]:
         """Return what was found in ``slots``; ``read``: copies of ``results``."""
-        texts, lengths, scores, normalised = (x[list(slots)] for x in read)
+        (packed,), at = read, np.asarray(slots)
+        known = unpacked_texts(packed, self.sentences, self.options.nbest)
+        texts, lengths, scores, normalised = (x[at] for x in known)
         return hypotheses_of(texts, lengths, scores, normalised, limits)
 
     def step(self) -> None:

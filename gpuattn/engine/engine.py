@@ -12,7 +12,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -22,40 +21,25 @@ from gpuattn.arrays import get_xp, on_gpu, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
-from gpuattn.decode.limits import Limits
-from gpuattn.decode.options import BeamOptions, SampleOptions
+from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis
-from gpuattn.engine import generation, lookup
-from gpuattn.engine.beam import candidates
+from gpuattn.engine import arguments, generation, lookup
 from gpuattn.engine.inputs import rounded
 from gpuattn.engine.lane import Lane, Request
 from gpuattn.engine.lookup import Speculation
 from gpuattn.engine.pages import mostly_shared
-from gpuattn.engine.plans import Plans, keys_of
+from gpuattn.engine.plans import Plans
 from gpuattn.engine.request import Handle
 from gpuattn.engine.runner import Queued, Runner
 from gpuattn.engine.scheduler import Scheduler
 from gpuattn.engine.searches import Searches
 from gpuattn.errors import ConfigError, problem
 from gpuattn.ops.arguments import check_flags
-from gpuattn.ops.sampling.beam_step import MAX_BEAM, MAX_COUNT
 from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.graphs import warn
 
 SCORED_TOKENS = 8192  # of a batch of pairs to score, on each side
 EMPTY = Hypothesis([], 0.0, 0.0, False)  # a text whose limit is 0
-
-
-def refusal(options: BeamOptions) -> str | None:
-    """Return why the device cannot run a search, so that ``decode.beam`` does, or None."""
-    if options.coverage:
-        return f"coverage is {options.coverage}, the search on the device has none"
-    if options.beam > MAX_BEAM:
-        return f"the beam is {options.beam}, the search on the device takes at most {MAX_BEAM}"
-    if candidates(options) > MAX_COUNT:
-        got = f"{len(options.eos)} end marks and a beam of {options.beam}"
-        return f"{got} need {candidates(options)} continuations, the device has {MAX_COUNT}"
-    return None
 
 
 class Engine:
@@ -155,16 +139,17 @@ class Engine:
         texts longer than the model's ``max_length``.
         """
         options = BeamOptions(**settings)
-        self._check_lengths(sources, limits)
+        lengths = arguments.lengths_of(sources, limits, self.model.config.max_length)
         if self._by_host(options):
             yield from self._on_host(sources, limits, bos, prefix, options, batch_tokens)
             return
-        prefixes = self._prefixes(options, bos, limits, prefix)
-        if empty := [i for i, limit in enumerate(limits) if limit == 0]:
+        prefixes = arguments.prefixes_of(options, bos, limits, prefix, self.model.config.vocab)
+        order = list(range(len(limits)))
+        if 0 in limits:
+            empty, order = [i for i in order if limits[i] == 0], [i for i in order if limits[i]]
             yield empty, [[EMPTY]] * len(empty)
-        order = [i for i, limit in enumerate(limits) if limit]
-        order.sort(key=lambda i: -len(sources[i]))
-        requests = [Request(sources[i], limits[i], prefixes[i], owner=i) for i in order]
+        order.sort(key=lengths.__getitem__, reverse=True)
+        requests = [Request(sources[i], limits[i], prefixes[i], 0, None, i) for i in order]
         for plan, alike in self._plans.of_sources(requests, bos, options, batch_tokens):
             with contextlib.closing(self._flow(plan, alike)) as flow:  # also where a caller stops
                 for found in flow:
@@ -190,7 +175,7 @@ class Engine:
         ValueError for settings out of range, for those that ``speculate`` does not take, and for a
         prompt and limit that are longer than the model's ``block`` + 1.
         """
-        options = _sampling(eos, temperature, settings)
+        options = arguments.sampling(eos, temperature, settings)
         arrays = generation.checked(self.model, prompts, limits, options)
         if speculate is not None:
             lookup.check(options, temperature, self.batch_invariant)
@@ -206,8 +191,8 @@ class Engine:
             return found
         results: list = [EMPTY] * len(prompts)
         order = [i for i, limit in enumerate(limits) if limit]
+        order.sort(key=lambda i: len(arrays[i]) + limits[i], reverse=True)
         requests = [Request(arrays[i], limits[i], (), numbers[i], key, i) for i in order]
-        requests.sort(key=keys_of, reverse=True)
 
         def say(request, tokens):
             tell(request.owner, tokens)
@@ -300,25 +285,6 @@ class Engine:
             batch_tokens=batch_tokens,
         )  # fmt: skip
 
-    def _prefixes(self, options, bos, limits, prefix):
-        """Return the prefix of each source. Raises ValueError for settings that do not fit."""
-        sources: Any = SimpleNamespace(sentences=len(limits), xp=np)
-        known = Limits(options, sources, bos, np.asarray(limits, np.int32), prefix)
-        known.hidden(0, self.model.config.vocab)  # for its errors
-        return [()] * len(limits) if prefix is None else prefix
-
-    def _check_lengths(self, sources, limits):
-        """Raise ValueError for a source or a limit that is longer than the model takes."""
-        most = self.model.config.max_length
-        if min(limits, default=0) < 0 or max(limits, default=0) > most:
-            wrong = next(limit for limit in limits if not 0 <= limit <= most)
-            accepted = f"0 to the model's max_length, {most}"
-            raise ValueError(problem("translate", "a limit", wrong, accepted))
-        longest = max(map(len, sources), default=0)
-        if longest + 1 > most:
-            accepted = f"up to {most - 1}, and the end mark: the model's max_length is {most}"
-            raise ValueError(problem("translate", "a source", f"{longest} tokens long", accepted))
-
     def _flow(self, plan, requests, tell=None):
         """Yield lists of (request, its Hypotheses), as they are found; the first ones start first.
 
@@ -333,8 +299,9 @@ class Engine:
             lane = Lane(search, scheduler, searches.run, tell=note, behind=int(self.on_gpu))
             while True:
                 # the first texts start before the others are queued, of which some always wait
-                for request in itertools.islice(left, max(0, 2 * slots - scheduler.waiting)):
-                    scheduler.add(request, steps=request.limit)
+                more = 2 * slots - scheduler.waiting if lane.busy else slots
+                added = list(itertools.islice(left, max(0, more)))
+                scheduler.extend(added, [request.limit for request in added])
                 if not lane.busy:
                     return
                 with self._lock, searches.on_stream():
@@ -366,7 +333,7 @@ class Engine:
 
     def _submit_source(self, source, limit, priority, *, bos, prefix=None, **settings):
         options = BeamOptions(**settings)
-        self._check_lengths([source], [limit])
+        arguments.lengths_of([source], [limit], self.model.config.max_length)
         source, forced = list(source), None if prefix is None else [list(prefix)]
         if limit == 0:
             return self._over()
@@ -377,14 +344,14 @@ class Engine:
                 return texts
 
             return self._called(search)
-        (own,) = self._prefixes(options, bos, [limit], forced)
+        (own,) = arguments.prefixes_of(options, bos, [limit], forced, self.model.config.vocab)
         request = Request(source, limit, own)
         return self._queued(self._plans.of_source(request, bos, options), request, priority)
 
     def _submit_prompt(
         self, prompt, limit, priority, *, eos=None, temperature=1.0, seed=None, number=0, **settings
     ):  # fmt: skip
-        options = _sampling(eos, temperature, settings)
+        options = arguments.sampling(eos, temperature, settings)
         (prompt,) = generation.checked(self.model, [prompt], [limit], options)
         if limit == 0:
             return self._over()
@@ -396,7 +363,7 @@ class Engine:
 
         Raises ConfigError, a ValueError, where it would have to with ``batch_invariant``.
         """
-        reason = refusal(options)
+        reason = arguments.refusal(options)
         if self.batch_invariant and reason:
             accepted = f"False, as {reason}, and the host's search depends on the batch"
             raise ConfigError(problem("Engine", "batch_invariant", True, accepted))
@@ -419,10 +386,3 @@ class Engine:
         owned, event = request._replace(owner=handle), self._searches.event()
         self._runner.submit(Queued(plan, owned, priority, event))
         return handle
-
-
-def _sampling(eos, temperature, settings):
-    """Return the SampleOptions of ``generate``."""
-    if temperature == 0:
-        temperature, settings = 1.0, settings | {"top_k": 1}
-    return SampleOptions(eos=eos, temperature=temperature, **settings)

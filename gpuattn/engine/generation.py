@@ -34,13 +34,13 @@ def checked(
     Raises ValueError for texts that do not fit into the model, and for banned or end tokens that it
     lacks; IndexError for such tokens of a prompt.
     """
-    block, vocab = model.config.block, model.config.vocab
-    for prompt, limit in zip(prompts, limits, strict=True):
-        if len(prompt) == 0 or limit < 0 or len(prompt) - 1 + limit > block:
-            got = f"{len(prompt)} tokens, with a limit of {limit}"
+    block, vocab, lengths = model.config.block, model.config.vocab, list(map(len, prompts))
+    for length, limit in zip(lengths, limits, strict=True):
+        if length == 0 or limit < 0 or length - 1 + limit > block:
+            got = f"{length} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
-    ids = _joined(prompts)
+    ids = _joined(prompts, sum(lengths))
     for token in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= token < vocab:
             accepted = f"0 <= token < {vocab}"
@@ -52,15 +52,14 @@ def checked(
     if len(options.eos) >= vocab:
         accepted = f"fewer end marks than tokens, {vocab}"
         raise ValueError(problem("generate", "eos", f"{len(options.eos)} tokens", accepted))
-    ends = itertools.accumulate(map(len, prompts))
+    ends = itertools.accumulate(lengths)
     ids = ids.astype(np.int32, copy=False)
-    return [ids[end - len(prompt) : end] for prompt, end in zip(prompts, ends, strict=True)]
+    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
-def _joined(prompts):
-    """Return the tokens of all prompts, one behind the other."""
+def _joined(prompts, count):
+    """Return the tokens of all prompts, ``count``, one behind the other."""
     if all(type(prompt) is list for prompt in prompts):
-        count = sum(map(len, prompts))
         with contextlib.suppress(OverflowError):  # no token: ``checked`` says so
             return np.fromiter(itertools.chain.from_iterable(prompts), np.int64, count)
     return np.concatenate([np.zeros(0, np.int32), *map(np.asarray, prompts)])
@@ -146,12 +145,13 @@ class Generation:
         most[:] = 0 if slots is None else -1
         for x in (last, positions, own):
             x[:] = 0
-        last[at] = [prompt[-1] for prompt in prompts]
+        last[at] = [prompt.item(-1) for prompt in prompts]
         positions[at] = [len(prompt) - 1 for prompt in prompts]
         most[at], own[at] = limits, numbers
         words = words.view(np.uint32).reshape(S, 4)
         words[:] = 0
-        words[at] = [(k.seed & 0xFFFFFFFF, k.seed >> 32, k.stream, int(k.step)) for k in keys]
+        alike = all(key is keys[0] for key in keys)
+        words[at] = [_words(key) for key in (keys[:1] if alike else keys)]
         chosen[:], chosen[: len(at)] = at[0], at
         self._write_prompts(prompts, at, before)
         self._inputs.send(sizes)
@@ -183,7 +183,9 @@ class Generation:
     def _plan(self, prompts, limits, at):
         """Return what launches for new texts in the slots ``at`` depend on: how many, how many
         different prompts, and their greatest length."""
-        different = len({prompt[:-1].tobytes() for prompt in prompts})
+        numbers: dict[bytes, int] = {}
+        own = [numbers.setdefault(p[:-1].tobytes(), len(numbers)) for p in prompts]
+        self._different, different = (own, list(numbers)), len(numbers)
         width, S = self._width(max(map(len, prompts)) - 1), self.texts.sentences
         if self._fixed:
             return self._most(width), self._most(width), width
@@ -202,14 +204,14 @@ class Generation:
     def _write_prompts(self, prompts, at, host):
         """Write to the ``host`` what ``_compute_prompts`` reads."""
         starts, places, before = host
-        numbered: dict[bytes, int] = {}
-        own = [numbered.setdefault(p[:-1].tobytes(), len(numbered)) for p in prompts]
+        own, different = self._different
         starts[:], places[:] = 0, at[0]  # unused entries write the same as the first one: prompt 0
         places[: len(at)], before[:] = at, 0
         starts[: len(at)] = np.multiply(own, self.shape[2])
-        for row, prompt in zip(before.reshape(self.shape[1:]), numbered, strict=False):
-            tokens = np.frombuffer(prompt, np.int32)
-            row[: len(tokens)] = tokens
+        rows = before.reshape(self.shape[1:])[: len(different)]
+        lengths = np.array([len(prompt) for prompt in different]) // before.itemsize
+        used = np.arange(self.shape[2]) < lengths[:, None]
+        rows[used] = np.frombuffer(b"".join(different), np.int32)
 
     def _compute_prompts(self, starts, places, before):
         if before.size:  # keys past the end of a prompt are overwritten before they are read
@@ -248,11 +250,15 @@ class Generation:
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int] = ()
     ) -> list[list[Hypothesis]]:
         """Return the texts in ``slots``, a list of one each; ``read``: copies of ``results``."""
-        tokens, lengths, scores, ended = (x[list(slots)] for x in read)
-        known = tokens[:, : lengths.max(initial=0)], lengths, scores, ended
+        at = np.asarray(slots)
+        tokens, *others = (x[at] for x in read)
+        lengths, scores, ended = (x.tolist() for x in others)
+        texts = tokens[:, : max(lengths, default=0)].tolist()
+        for text, length in zip(texts, lengths, strict=True):
+            del text[length:]
         return [
-            [Hypothesis(text[:length], score, score / max(1, length + over), over)]
-            for text, length, score, over in zip(*(x.tolist() for x in known), strict=True)
+            [Hypothesis(text, score, score / max(1, len(text) + over), over)]
+            for text, score, over in zip(texts, scores, ended, strict=True)
         ]
 
     def step(self) -> None:
@@ -288,6 +294,11 @@ class Generation:
         vocab = self.model.config.vocab
         text_rules(logits, scores, lengths, history, texts.slots, rules, vocab_size=vocab)
         return logits
+
+
+def _words(key):
+    """Return a Key as four 32-bit words."""
+    return key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, int(key.step)
 
 
 def on_host(

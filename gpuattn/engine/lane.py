@@ -78,7 +78,7 @@ class Lane:
             self._reads.append((scheduler.release(), Reading(*search.results())))
         self._leave(ticket.slot for ticket in ended)
         if joined := scheduler.admit(self._fits if search.pages else None):
-            self._begin([(ticket.slot, ticket.request) for ticket in joined])
+            self._begin(joined)
         if not scheduler.running:
             self._looks.clear()
         return self._found()
@@ -109,11 +109,11 @@ class Lane:
         steps = scheduler.burst()
         if not pages:
             return steps
-        holders = [ticket for ticket in scheduler.running if ticket.slot in pages]
-        holders.sort(key=lambda ticket: ticket.rank)
-        self._leave({*pages.full} - {ticket.slot for ticket in holders})  # they were cancelled
+        running = {ticket.slot for ticket in scheduler.running}
+        self._leave(pages.full.keys() - running)  # they were cancelled
         while steps and not self.search.provide(steps):
-            last = holders.pop()
+            holders = [ticket for ticket in scheduler.running if ticket.slot in pages]
+            last = max(holders, key=lambda ticket: ticket.rank)
             last.keys = int(pages.keys[last.slot]) + PAGE
             self._leave([last.slot])
             scheduler.put_back(last)
@@ -148,11 +148,16 @@ class Lane:
         self.scheduler.look(read[0], burst)
 
     def _begin(self, joined):
-        for part in self.search.portions([request.tokens for _, request in joined]):
-            slots, requests = zip(*(joined[i] for i in part), strict=True)
-            tokens, limits, prefixes, numbers, keys, _ = zip(*requests, strict=True)
-            own = (prefixes,) if keys[0] is None else (numbers, keys)
-            self.search.load(tokens, limits, *own, slots=slots)
+        for part in self.search.portions([ticket.request.tokens for ticket in joined]):
+            slots = [joined[i].slot for i in part]
+            requests = [joined[i].request for i in part]
+            texts = [request.tokens for request in requests]
+            limits = [request.limit for request in requests]
+            if requests[0].key is None:
+                self.search.load(texts, limits, [one.prefix for one in requests], slots=slots)
+            else:
+                own = [one.number for one in requests], [one.key for one in requests]
+                self.search.load(texts, limits, *own, slots=slots)
             self._run("begin", (self.search, *self.search.shape), self.search.begin)
 
     def _found(self):
@@ -165,8 +170,8 @@ class Lane:
             self._reads.popleft()
             slots, limits = [t.slot for t in tickets], [t.request.limit for t in tickets]
             results = self.search.hypotheses(reading.values(), slots, limits)
-            for ticket, result in zip(tickets, results, strict=True):
-                if self._tell and result and len(result[0].tokens) > ticket.told:
+            for ticket, result in zip(tickets, results, strict=True) if self._tell else ():
+                if result and len(result[0].tokens) > ticket.told:
                     self._tell(ticket.request, result[0].tokens[ticket.told :])
-                found.append((ticket.request, result))
+            found += zip([ticket.request for ticket in tickets], results, strict=True)
         return found

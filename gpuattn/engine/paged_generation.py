@@ -57,7 +57,8 @@ class PagedGeneration(Generation):
         """Give a slot pages for a text that is loaded next; see ``SlotPages.join``."""
         self.pages.leave(slot)
         joined = self.pages.join(slot, prompt, limit, keys)
-        self._joined |= {slot} if joined else set()
+        if joined:
+            self._joined.add(slot)
         return joined
 
     def provide(self, steps: int) -> bool:
@@ -70,7 +71,7 @@ class PagedGeneration(Generation):
     def refresh(self) -> None:
         """Take over the weights as they are now, so known beginnings are known no more."""
         super().refresh()
-        for slot in range(self.texts.sentences):
+        for slot in list(self.pages.full):
             self.pages.leave(slot)
         self.pages.pool.forget()
 

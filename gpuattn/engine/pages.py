@@ -88,7 +88,7 @@ class PagePool:
                 break
             pages.append(page)
         known = len(pages)
-        if count - known > self.available - sum(page in self._idle for page in pages):
+        if count - known > self.available - sum([page in self._idle for page in pages]):
             return None
         for page in pages:
             self._idle.pop(page, None)

@@ -68,9 +68,9 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_source(one, bos, options, batch_tokens))
         most = self.model.config.max_length
-        room = rounded(max(request.limit for request in requests), most)
-        source_room = rounded(max(len(request.tokens) for request in requests) + 1, most)
-        forced = max(len(request.prefix) for request in requests)
+        room = rounded(max([request.limit for request in requests]), most)
+        source_room = rounded(max([len(request.tokens) for request in requests]) + 1, most)
+        forced = max([len(request.prefix) for request in requests])
         plan = self._translation(room, source_room, forced, bos, options, batch_tokens)
         return [(plan, list(requests))]
 
@@ -87,8 +87,7 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_prompt(one, options))
         room = rounded(max(map(keys_of, requests)), self.model.config.block)
-        pages = new_pages([one.tokens for one in requests], [one.limit for one in requests])
-        return [(self._generation(room, options, pages), list(requests))]
+        return [(self._generation(room, options, requests), list(requests))]
 
     def _translation(self, room, source_room, forced, bos, options, batch_tokens):
         """``forced``: the longest prefix."""
@@ -105,8 +104,8 @@ class Plans:
         key = options.beam, room, source_room, bos, options, prefix_room
         return Plan(key, slots, new, self._fixed)
 
-    def _generation(self, room, options, pages=None):
-        """``pages``: ``new_pages`` of texts, the longest first; None: ``room`` for each."""
+    def _generation(self, room, options, requests=()):
+        """``requests``: those of all texts, the longest first; none: ``room`` for each."""
         rules = {name: getattr(options, name) for name in generation.RULES}
         draws = {name: getattr(options, name) for name in generation.DRAWS}
 
@@ -118,7 +117,8 @@ class Plans:
 
         most = self._searches.most_tokens() // PAGE
         fitting = most // pages_of(room)
-        if pages and not self._invariant:
+        if fitting < min(len(requests), self._max_rows):  # they may share some
+            pages = new_pages([one.tokens for one in requests], [one.limit for one in requests])
             fitting = max(fitting, int(np.searchsorted(np.cumsum(pages), most, "right")))
         slots = max(1, min(self._max_rows, fitting))
         return Plan((1, room, options), slots, new, self._fixed)

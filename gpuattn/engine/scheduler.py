@@ -12,10 +12,11 @@ that end by themselves took 218 steps when requests join as soon as a sixth of t
 after batch 432 or more.
 """
 
-import heapq
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,15 +42,19 @@ class Ticket:
 
     request: Any
     steps: int
-    cost: int = 1
-    priority: int = 0
-    state: str = "waiting"
-    slot: int = -1
-    since: int = 0
-    last: int = 0
-    told: int = 0
-    rank: tuple[int, int] = (0, 0)
-    keys: int = 0
+    cost: int
+    priority: int
+    rank: tuple[int, int]
+    # the class keeps what all tickets begin with
+    state: str = field(default="waiting", init=False)
+    slot: int = field(default=-1, init=False)
+    since: int = field(default=0, init=False)
+    last: int = field(default=0, init=False)
+    told: int = field(default=0, init=False)
+    keys: int = field(default=0, init=False)
+
+
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -72,20 +77,19 @@ class Scheduler:
         self.slots, self.budget, self.bursts = slots, budget, 0
         self._burst, self._burst_waiting = burst, burst_waiting
         self._least = max(1, slots // LEAST_SHARE)
-        self._free = list(range(slots))  # a heap
+        self._free = list(range(slots))  # in order
         self._running: dict[int, Ticket] = {}  # by slot
         self._ended: dict[int, Ticket] = {}  # those of them whose texts are complete
-        self._lasts: list[tuple[int, int, Ticket]] = []  # a heap, by last step
         self._steps = self._spent = 0  # steps queued so far; costs of what runs
-        self._queue: list[tuple[tuple[int, int], Ticket]] = []  # a heap, with cancelled tickets
-        self._waiting = self._rounds = 0
+        self._queue: list[Ticket] = []  # by rank
+        self._rounds = 0
         self._numbers = itertools.count()
         self._stopped: list[int] = []  # slots of requests that were cancelled, to be stopped
 
     @property
     def waiting(self) -> int:
         """The number of requests in the queue."""
-        return self._waiting
+        return len(self._queue)
 
     @property
     def running(self) -> list[Ticket]:
@@ -95,7 +99,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether some request waits or runs."""
-        return bool(self._waiting or self._running)
+        return bool(self._queue or self._running)
 
     def add(self, request: Any, *, steps: int, cost: int = 1, priority: int = 0) -> Ticket:
         """Put a request into the queue. ValueError for one that costs more than the budget.
@@ -107,10 +111,19 @@ class Scheduler:
             raise ValueError(problem("Scheduler.add", "cost", cost, accepted))
         if steps < 1:
             raise ValueError(problem("Scheduler.add", "steps", steps, "1 or more"))
-        ticket = Ticket(request, steps, cost, priority)
-        ticket.rank = self._rounds - priority * PATIENCE, next(self._numbers)
+        rank = self._rounds - priority * PATIENCE, next(self._numbers)
+        ticket = Ticket(request, steps, cost, priority, rank)
         self._push(ticket)
         return ticket
+
+    def extend(self, requests: Sequence[Any], steps: Sequence[int]) -> None:
+        """Put requests into the queue as ``add`` does, with the same cost and priority."""
+        if min(steps, default=1) < 1:
+            raise ValueError(problem("Scheduler.extend", "steps", min(steps), "1 or more"))
+        numbered = zip(zip(requests, steps, strict=True), self._numbers, strict=False)
+        rounds = self._rounds
+        self._queue += [Ticket(one, most, 1, 0, (rounds, n)) for (one, most), n in numbered]
+        self._queue.sort(key=_rank)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a request out of the queue, or out of its slot at the end of this burst.
@@ -118,7 +131,7 @@ class Scheduler:
         Returns False for one that is over or cancelled already.
         """
         if ticket.state == "waiting":
-            self._waiting -= 1
+            self._queue.remove(ticket)
         elif ticket.state == "running":
             self._leave(ticket)
             self._stopped.append(ticket.slot)
@@ -139,25 +152,20 @@ class Scheduler:
 
     def withdraw(self) -> list[Ticket]:
         """Take all that never ran out of the queue; return them, first the next to join."""
-        waiting = [ticket for _, ticket in sorted(self._queue) if ticket.state == "waiting"]
-        found = [ticket for ticket in waiting if ticket.slot < 0]
-        self._queue = [(ticket.rank, ticket) for ticket in waiting if ticket.slot >= 0]
-        self._waiting = len(self._queue)
+        found = [ticket for ticket in self._queue if ticket.slot < 0]
+        self._queue = [ticket for ticket in self._queue if ticket.slot >= 0]
         return found
 
     def burst(self) -> int:
         """Return how many steps to queue now, 0 to a burst's, and count them as queued."""
-        lasts = (t.last for slot, t in self._running.items() if slot not in self._ended)
-        left = max(lasts, default=0) - self._steps
-        if left <= 0:
+        going = [t for slot, t in self._running.items() if slot not in self._ended]
+        if not going:
             return 0
-        steps = min(self._burst_waiting if self._waiting else self._burst, left)
+        most = self._burst_waiting if self._queue else self._burst
+        steps = min(most, max([ticket.last for ticket in going]) - self._steps)
         self.bursts += 1
         self._steps += steps
-        while self._lasts and self._lasts[0][0] <= self._steps:
-            last, _, ticket = heapq.heappop(self._lasts)
-            if ticket.state == "running" and ticket.last == last:
-                self._ended[ticket.slot] = ticket
+        self._ended |= {ticket.slot: ticket for ticket in going if ticket.last <= self._steps}
         return steps
 
     def look(self, over: Any, burst: int) -> None:
@@ -173,13 +181,13 @@ class Scheduler:
     def joining(self) -> bool:
         """Return whether requests join now, once those that have ended are released."""
         free = len(self._free) + len(self._stopped) + len(self._ended)
-        if not self._waiting or not free:
+        if not self._queue or not free:
             return False
-        spent = self._spent - sum(ticket.cost for ticket in self._ended.values())
-        if self.budget is not None and spent + self._next().cost > self.budget:
+        spent = self._spent - sum([ticket.cost for ticket in self._ended.values()])
+        if self.budget is not None and spent + self._queue[0].cost > self.budget:
             return False
         alone = len(self._ended) == len(self._running)
-        return alone or free >= min(self._waiting, self._least)
+        return alone or free >= min(len(self._queue), self._least)
 
     def ended(self) -> list[Ticket]:
         """Return the requests in slots whose texts are complete."""
@@ -189,16 +197,17 @@ class Scheduler:
         """Free the slots of the requests that have ended, which are over now; return them."""
         ended = self.ended()
         for ticket in ended:
-            self._leave(ticket)
-            heapq.heappush(self._free, ticket.slot)
+            del self._running[ticket.slot]
+            self._spent -= ticket.cost
             ticket.state = "over"
+        self._ended = {}
+        self._free = sorted([*self._free, *[ticket.slot for ticket in ended]])
         return ended
 
     def stopped(self) -> list[int]:
         """Free the slots of requests that were cancelled; return them, to be stopped first."""
         stopped, self._stopped = self._stopped, []
-        for slot in stopped:
-            heapq.heappush(self._free, slot)
+        self._free = sorted([*self._free, *stopped])
         return stopped
 
     def admit(self, fits: Callable[[Ticket, int], bool] | None = None) -> list[Ticket]:
@@ -210,20 +219,17 @@ class Scheduler:
         if not self.joining():
             return []
         found = []
-        while self._waiting and self._free:
-            ticket = self._next()
+        for ticket, slot in zip(self._queue, self._free, strict=False):
             if self.budget is not None and self._spent + ticket.cost > self.budget:
                 break
-            if fits and not fits(ticket, self._free[0]):
+            if fits and not fits(ticket, slot):
                 break
-            heapq.heappop(self._queue)
-            self._waiting -= 1
             self._spent += ticket.cost
-            ticket.slot, ticket.since = heapq.heappop(self._free), self.bursts
+            ticket.slot, ticket.since = slot, self.bursts
             ticket.state, ticket.last = "running", self._steps + ticket.steps
-            heapq.heappush(self._lasts, (ticket.last, next(self._numbers), ticket))
-            self._running[ticket.slot] = ticket
+            self._running[slot] = ticket
             found.append(ticket)
+        del self._queue[: len(found)], self._free[: len(found)]
         self._rounds += bool(found)
         return found
 
@@ -233,12 +239,8 @@ class Scheduler:
         self._ended.pop(ticket.slot, None)
         self._spent -= ticket.cost
 
-    def _next(self):
-        """Return the first ticket of the queue; some must wait."""
-        while self._queue[0][1].state != "waiting":
-            heapq.heappop(self._queue)
-        return self._queue[0][1]
-
     def _push(self, ticket):
-        heapq.heappush(self._queue, (ticket.rank, ticket))
-        self._waiting += 1
+        if self._queue and self._queue[-1].rank > ticket.rank:
+            insort(self._queue, ticket, key=_rank)
+        else:
+            self._queue.append(ticket)

@@ -7,8 +7,7 @@ from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
-from gpuattn.engine import Engine, searches
-from gpuattn.engine import engine as engine_module
+from gpuattn.engine import Engine, arguments, searches
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.engine.inputs import rounded
 from gpuattn.models.translation import TranslationConfig, TranslationModel
@@ -102,7 +101,7 @@ def test_limits_of_each_sentence(model):
 ], ids=str)  # fmt: skip
 def test_options_that_the_device_lacks(option, reason):
     """They run through gpuattn.decode, and the reason is a sentence."""
-    found = engine_module.refusal(BeamOptions(**{"eos": EOS, "beam": 3, **option}))
+    found = arguments.refusal(BeamOptions(**{"eos": EOS, "beam": 3, **option}))
     assert found is None if reason is None else reason in found
 
 

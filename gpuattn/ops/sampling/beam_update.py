@@ -254,22 +254,34 @@ def best_texts(beams: Beams, nbest: int = 1) -> tuple:
     On the device of ``beams``; tokens past a length are undefined; where there is no text the
     score is -inf.
     """
+    return unpacked_texts(packed_texts(beams, nbest), beams.sentences, nbest)
+
+
+def packed_texts(beams: Beams, nbest: int = 1) -> Any:
+    """Return what ``best_texts`` does as one array, int32 (S * nbest * (room + 3),)."""
     shape = beams.sentences, nbest
-    texts = arrays.empty(beams.scores, (*shape, beams.room), np.int32)
+    packed = arrays.empty(beams.scores, math.prod(shape) * (beams.room + 3), np.int32)
+    texts, lengths, scores, normalised = unpacked_texts(packed, *shape)
     pools = beams.pool_normalised, beams.pool_scores, beams.pool_beams, beams.pool_steps
-    if on_gpu(texts):
-        lengths, scores, normalised = (
-            arrays.empty(texts, shape, dtype) for dtype in (np.int32, np.float32, np.float32)
-        )
+    if on_gpu(packed):
         kernel("sampling/beam_update.cu", "beam_texts")(
-            (math.ceil(beams.sentences * nbest / BLOCK),), (BLOCK,), *pools, beams.history, texts,
+            (math.ceil(math.prod(shape) / BLOCK),), (BLOCK,), *pools, beams.history, texts,
             lengths, scores, normalised, beams.sentences, beams.beam, beams.room, nbest,
         )  # fmt: skip
-        return texts, lengths, scores, normalised
-    normalised, scores, beam, lengths = (pool[:, :nbest] for pool in pools)
+        return packed
+    normalised[...], scores[...], beam, lengths[...] = (pool[:, :nbest] for pool in pools)
     each = np.arange(beams.sentences)[:, None]
     for step in reversed(range(beams.room)):
         links = beams.history[each, step, beam]
         texts[..., step] = links[..., 0]
         beam = np.where(step < lengths, links[..., 1], beam)
-    return texts, lengths, scores, normalised
+    return packed
+
+
+def unpacked_texts(packed: Any, sentences: int, nbest: int) -> tuple:
+    """Return views of the parts of ``packed_texts``, on any device: as of ``best_texts``."""
+    shape = sentences, nbest
+    tokens = len(packed) - 3 * math.prod(shape)
+    lengths, scores, normalised = packed[tokens:].reshape(3, *shape)
+    figures = lengths, scores.view(np.float32), normalised.view(np.float32)
+    return packed[:tokens].reshape(*shape, -1), *figures
