@@ -113,11 +113,15 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
             kinds = check, type(args[0]), type(args[1])
         elif count == 3:
             kinds = check, type(args[0]), type(args[1]), type(args[2])
+        elif count == 4:
+            kinds = check, type(args[0]), type(args[1]), type(args[2]), type(args[3])
         else:
             kinds = (check, *[type(x) for x in args])
-        call = plans.table.forms.get(kinds)
-        if call is None:
-            call = plans.table.form(kinds, values, tuple(kwargs), how)
+        table = plans.table
+        try:
+            call = table.forms[kinds]
+        except KeyError:
+            call = table.form(kinds, values, tuple(kwargs), how)
         return call(values, args, kwargs)
 
     run.prepare = check  # type: ignore[attr-defined]
