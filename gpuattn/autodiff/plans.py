@@ -77,6 +77,15 @@ class Plan:
         inputs = [None if i is None else arrays[i] for i in self.inputs]
         return self.forward(*inputs, needs=self.needs, **params)
 
+    def is_direct(self, out: Any) -> bool:
+        """Return whether calls without a gradient need nothing but a program and ``last``.
+
+        ``out``: what the implementation returned.
+        """
+        if self.draws or self.donated or out is None:  # None says that a program did not run
+            return False
+        return self.box is None or type(out) is not tuple
+
     def last(self, out: Any) -> tuple[Any, Callable | None]:
         """Return (x, last) so that ``last(x)`` is the op's result without a gradient; or x itself.
 
@@ -115,12 +124,12 @@ class Draft:
             out, saved = result
             kept = None if rule is None else saved  # for the gradient alone
             plan = self.plan
-            if rule is not None or plan.draws or plan.donated or (plan.box and type(out) is tuple):
-                plan.program = recorder.program((out, kept), owned=out)
-            else:
+            if rule is None and plan.is_direct(out):
                 out, last = plan.last(out)
                 plan.program = recorder.program(out, owned=out, last=last)
                 plan.direct = plan.program.run if plan.program is not None else None
+            else:
+                plan.program = recorder.program((out, kept), owned=out)
         self.done = True
         return result
 

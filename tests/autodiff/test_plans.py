@@ -18,8 +18,10 @@ import gpuattn
 from gpuattn import Tensor, arrays
 from gpuattn import rng as keys
 from gpuattn.autodiff import plans, tape
+from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.program import Program, Recorder
 from gpuattn.gemm import cublaslt
+from gpuattn.impls import Call, Impl, Impls
 
 ARENA = 1 << 28
 PLAIN = np.ndarray
@@ -270,3 +272,20 @@ def test_a_result_that_is_left_out_is_no_array():
         assert len(noted) == 2 and noted[0] == noted[1]
         assert out.shape == both[0].shape and both[1].shape == (2, 4, 128)
         assert out.strides == both[0].strides
+
+
+def test_a_call_without_a_result_runs_once():
+    def forward(x, *, needs):
+        kernel("arithmetic.cu", "arithmetic", scalar="float", OPERATION=0)(
+            (1,), (256,), x, x, x, x.size
+        )
+        return None, None
+
+    impls = Impls("doubled", Impl("raw-simt", forward))
+    doubled = tape.op(lambda x: Call(impls, (x,)))
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        x = cases.floats(np.float32, 4, 64)
+        for _ in range(6):
+            noted.clear()
+            assert doubled(x) is None and len(noted) == 1
+        assert not plans.table.direct
