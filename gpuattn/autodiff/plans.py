@@ -10,159 +10,24 @@ strings, draws random numbers but by its parameter "key", or checks the values o
 (``Call.values_checked``).
 """
 
-import functools
-import itertools
-import sys
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from gpuattn import errors, rng
-from gpuattn.arrays import batch_invariant, import_cupy, is_array, on_gpu, unplanned
-from gpuattn.autodiff.record import Box
-from gpuattn.cuda.generated import Code, unpacked
+from gpuattn.arrays import is_array, on_gpu, unplanned
+from gpuattn.autodiff.record import Box, constants
+from gpuattn.autodiff.signatures import ALIGNMENT, PLAIN, Caller, Form, Found, Op, Unsigned
 from gpuattn.cuda.program import Program, recorded
-from gpuattn.impls import NOT_RAW, Call, Impl, overrides
+from gpuattn.impls import NOT_RAW, Call, Impl
 from gpuattn.typing import Array
 
 MOST = 2048  # plans in each of two generations; a backward pass has at most MOST_GRADIENTS a plan
 MOST_GRADIENTS = 16
-PLAIN = type(None), bool, int, float, str
-ALIGNMENT = 15  # address & ALIGNMENT: kernels read 16 bytes at a time
-
-
-Found = tuple[tuple, tuple[Array, ...], tuple[int, ...], tuple | None, Any]
-Sign = Callable[[tuple, bool], Found | None]  # of arguments, and whether calls are recorded
 MOST_FORMS = 4096  # then forget all: some program makes classes or names of arguments as it runs
-
-
-def signature(
-    check: Callable, args: tuple, kwargs: dict[str, Any], recording: bool
-) -> Found | None:
-    """Return the signature of ``check(*args, **kwargs)``, or None if such calls have no plans.
-
-    That is (key, arrays, addresses, given, seed). ``arrays``: those of the arguments, in their
-    order. ``addresses``: of those on a GPU. ``given``: ``arrays`` with their Boxes, None if there
-    is none. ``seed``: the argument of that name; its value is no part of the key.
-    """
-    if kwargs:
-        args = (*args, *kwargs.values())
-        kinds = (check, *kwargs, *map(type, args))
-    else:
-        kinds = (check, *map(type, args))
-    sign = table.forms.get(kinds)
-    if sign is None:
-        sign = table.form(kinds, args, tuple(kwargs))
-    return sign(args, recording)
-
-
-def _unsigned(args, recording):
-    return None
-
-
-class Unsigned(Exception):
-    """Calls with such arguments have no plans."""
-
-
-class Form:
-    """Writes the function that signs calls whose arguments have the types and names of ``args``.
-
-    ``start``: what keys begin with. ``names``: of the last of ``args``. ``xp_array``: the class of
-    all arrays. ``other``: what signs a call whose Boxes hold others. Raises Unsigned.
-    """
-
-    def __init__(
-        self, start: object, args: tuple, names: tuple[str, ...], xp_array: Any, other: Sign
-    ) -> None:
-        cupy = sys.modules.get("cupy")
-        self.on_gpu = cupy is not None and xp_array is cupy.ndarray
-        if not self.on_gpu and xp_array is not np.ndarray:
-            raise Unsigned
-        self.code = Code(
-            start=start, xp_array=xp_array, other=other, overrides=overrides.get,
-            invariant=batch_invariant.get,
-        )  # fmt: skip
-        self.key = ["start"]
-        self.arrays: list[str] = []
-        self.given: list[str] = []
-        self.seed = "None"
-        self.code.add(f"{unpacked('x', len(args))}= args")
-        names = (*[""] * (len(args) - len(names)), *names)
-        for i, (value, name) in enumerate(zip(args, names, strict=True)):
-            sign = self._sign_seed if name == "seed" else self._sign
-            sign(f"x{i}", type(value), xp_array)
-
-    def _refuse_if(self, condition):
-        self.code.add(f"if {condition}:", "    return None")
-
-    def _sign(self, x, kind, xp_array):
-        if kind is xp_array:
-            self._sign_array(x, x)
-        elif issubclass(kind, Box):
-            data = x.replace("x", "data")
-            self.code.add(f"{data} = {x}.data")
-            self.code.add(f"if type({data}) is not xp_array:", "    return other(args, recording)")
-            self.key.append(f"recording and {x}.requires_grad")
-            self._sign_array(x, data)
-        elif kind is float:
-            self.key.append(f"{x} or str({x})")  # 0.0 and -0.0 are equal
-        elif kind in (str, bool, int):
-            self.key.append(x)
-        elif kind is tuple:
-            self._refuse_if(f"not {self.code.name('plain', _all_plain)}({x})")
-            self.key.append(f"repr({x})")
-        elif kind is not type(None):
-            raise Unsigned
-
-    def _sign_seed(self, x, kind, xp_array):
-        self.seed = x
-        if kind is rng.Key:
-            self._refuse_if(f"type({x}.step) is not int")
-        elif kind not in (int, type(None)):
-            raise Unsigned
-
-    def _sign_array(self, x, data):
-        self.given.append(x)
-        self.arrays.append(data)
-        self.key += [f"{data}.shape", f"{data}.strides", f"{data}.dtype"]
-        if self.on_gpu:
-            address = f"p{len(self.arrays)}"
-            self.code.add(f"{address} = {data}.data.ptr")
-            self.key.append(f"{address} & {ALIGNMENT}")
-
-    def function(self) -> Sign:
-        """Return the function of (arguments, recording) that ``signature`` calls."""
-        addresses = [f"p{i + 1}" for i in range(len(self.arrays))] if self.on_gpu else []
-        # the same array, or address, twice: it does not tell which of both a launch reads
-        pairs = itertools.combinations(addresses or self.arrays, 2)
-        alike = [f"{one} {'==' if addresses else 'is'} {other}" for one, other in pairs]
-        if alike:
-            self._refuse_if(" or ".join(alike))
-        if self.on_gpu and _several_gpus():
-            here = f"{self.code.name('here', import_cupy().cuda.runtime.getDevice)}()"
-            self.code.add(f"here = {here}")
-            self._refuse_if(" or ".join(f"{x}.data.device_id != here" for x in self.arrays))
-            self.key.append("here")
-        self.key += ["overrides() or None", "invariant()"]
-        key, arrays, at, given = (
-            f"({''.join(f'{one}, ' for one in part)})"
-            for part in (self.key, self.arrays, addresses, self.given)
-        )
-        if self.given == self.arrays:
-            given = "None"
-        self.code.add(f"return {key}, {arrays}, {at}, {given}, {self.seed}")
-        return self.code.function("args, recording")
-
-
-def _all_plain(values):
-    return all(type(one) in PLAIN for one in values)
-
-
-@functools.cache
-def _several_gpus() -> bool:
-    return import_cupy().cuda.runtime.getDeviceCount() > 1
 
 
 class Plan:
@@ -172,14 +37,16 @@ class Plan:
     ``rule``: the implementation that computes the gradient, or None. ``box``: the class of recorded
     results, or None where no input is a Box. ``donated``: places of Boxes. ``draws``: whether the
     parameter "key" is the ``rng.Key`` of the argument "seed".
+    ``direct``: None, or what makes whole calls: of the arrays of a signature and their addresses,
+    it returns the op's result, or None where the call has to be chosen anew.
     With a program also: ``links``, as in ``record.Node``; ``arrays_saved``, the places of arrays in
     what is saved; and ``gradients``: signature of the gradients of the results -> Program, SEEN or
     NEVER.
     """
 
     __slots__ = (
-        "arrays_saved", "box", "donated", "draws", "finish", "forward", "gradients", "inputs",
-        "links", "needs", "op", "params", "program", "rule",
+        "arrays_saved", "box", "direct", "donated", "draws", "finish", "forward", "gradients",
+        "inputs", "links", "needs", "op", "params", "program", "rule",
     )  # fmt: skip
 
     def __init__(self, call: Call, inputs: tuple[int | None, ...], donated: list[int]) -> None:
@@ -188,6 +55,7 @@ class Plan:
         self.draws = call.params.get("key") is not None
         self.box = next((type(x) for x in call.inputs if isinstance(x, Box)), None)
         self.forward: Callable = _not_drafted
+        self.direct: Callable | None = None
         self.rule: Impl | None = None
         self.needs: tuple[bool, ...] = ()
         self.program: Program | None = None
@@ -205,9 +73,29 @@ class Plan:
         program = self.program
         if program is not None:
             drawn = rng.device_arguments(params["key"]) if self.draws else None
-            return program.run(arrays, addresses, drawn)
+            return program.run(*arrays, *addresses, drawn)
         inputs = [None if i is None else arrays[i] for i in self.inputs]
         return self.forward(*inputs, needs=self.needs, **params)
+
+    def is_direct(self, out: Any) -> bool:
+        """Return whether calls without a gradient need nothing but a program and ``last``.
+
+        ``out``: what the implementation returned.
+        """
+        if self.draws or self.donated or out is None:  # None says that a program did not run
+            return False
+        return self.box is None or type(out) is not tuple
+
+    def last(self, out: Any) -> tuple[Any, Callable | None]:
+        """Return (x, last) so that ``last(x)`` is the op's result without a gradient; or x itself.
+
+        ``out``: what the implementation returned.
+        """
+        finish = self.finish
+        if self.box is None:  # what a choice leaves out need not become an array
+            return (finish(out), None) if type(finish) is itemgetter else (out, finish)
+        boxed = constants(self.box)
+        return out, boxed if finish is None else lambda data: finish(boxed(data))
 
     def params_of(self, seed: Any) -> dict[str, Any]:
         """Return the parameters of a call with the argument ``seed``."""
@@ -235,7 +123,13 @@ class Draft:
                 result = run()
             out, saved = result
             kept = None if rule is None else saved  # for the gradient alone
-            self.plan.program = recorder.program((out, kept), owned=out)
+            plan = self.plan
+            if rule is None and plan.is_direct(out):
+                out, last = plan.last(out)
+                plan.program = recorder.program(out, owned=out, last=last)
+                plan.direct = plan.program.run if plan.program is not None else None
+            else:
+                plan.program = recorder.program((out, kept), owned=out)
         self.done = True
         return result
 
@@ -286,7 +180,7 @@ def gradients(
     known = plan.gradients.get(signed)
     if type(known) is Program:
         drawn = None if key is None else rng.device_arguments(key)
-        results = known.run(arrays, addresses, drawn)
+        results = known.run(*arrays, *addresses, drawn)
         if results is not None:
             return results, known.fresh
     elif known is SEEN:
@@ -347,42 +241,56 @@ def _places(saved, seen):
 # ---- the table -----------------------------------------------------------------------------------
 
 
+def _unsigned(op, values, args, kwargs):
+    return op.unplanned(args, kwargs)
+
+
 class Table:
     """{signature: Plan, SEEN or NEVER} of at least the MOST signatures that were used last."""
 
     def __init__(self) -> None:
         self.young: dict[tuple, Any] = {}
         self.old: dict[tuple, Any] = {}
-        self.forms: dict[tuple, Sign] = {}
+        self.direct: dict[tuple, Callable] = {}  # of signatures in ``young``: ``Plan.direct``
+        self.forms: dict[tuple, Caller] = {}
         self.starts: dict[tuple, object] = {}  # what the keys of a form begin with
 
-    def form(self, kinds: tuple, args: tuple, names: tuple[str, ...]) -> Sign:
-        """Return the function that signs calls of these ``kinds``, as in ``signature``."""
+    def form(self, kinds: tuple, values: tuple, names: tuple[str, ...], op: Op) -> Caller:
+        """Return the Caller of calls of an op whose ``values`` are of these ``kinds``.
+
+        ``kinds``: the function that checks the arguments, ``names``, the types of ``values``.
+        ``names``: of the last of them.
+        """
         if len(self.forms) >= MOST_FORMS:
             self.forms.clear()
             self.starts.clear()
-        plain = [type(x) for x in args if is_array(x)]
-        boxed = [type(x.data) for x in args if isinstance(x, Box)]
+        plain = [type(x) for x in values if is_array(x)]
+        boxed = [type(x.data) for x in values if isinstance(x, Box)]
         array = next(iter(plain + boxed), None)
         found = kinds if kinds not in self.forms else (kinds, array)
         if found not in self.forms:
-            other = _unsigned if found is not kinds else partial(self._other, kinds, names)
+            unsigned = partial(_unsigned, op)
+            other = unsigned if found is not kinds else partial(self._other, kinds, names, op)
             try:
                 # an int and a Key as seeds share plans
-                places = len(args) - len(names)
+                places = len(values) - len(names)
                 types = [
                     None if i >= places and names[i - places] == "seed" else type(x)
-                    for i, x in enumerate(args)
+                    for i, x in enumerate(values)
                 ]
                 start = self.starts.setdefault((kinds[0], names, *types, array), object())
-                self.forms[found] = Form(start, args, names, array, other).function()
+                form = Form(start, values, names, array, op, self.direct.get, other)
+                self.forms[found] = form.function()
             except Unsigned:
-                self.forms[found] = _unsigned
+                self.forms[found] = unsigned
         return self.forms[found]
 
-    def _other(self, kinds: tuple, names: tuple[str, ...], args: tuple, recording: bool) -> Any:
-        """Sign a call of the ``kinds`` of another one whose Boxes held arrays of another class."""
-        return self.form(kinds, args, names)(args, recording)
+    def _other(
+        self, kinds: tuple, names: tuple[str, ...], op: Op, values: tuple, args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Make a call of the ``kinds`` of another one whose Boxes held arrays of another class."""
+        return self.form(kinds, values, names, op)(values, args, kwargs)
 
     def find(self, key: tuple) -> Any:
         plan = self.young.get(key)
@@ -393,6 +301,7 @@ class Table:
     def keep(self, key: tuple, plan: Any) -> None:
         if len(self.young) >= MOST:
             self.old, self.young = self.young, {}
+            self.direct.clear()  # what is used goes on through ``find``
         self.young[key] = plan
 
     def make(self, check: Callable[[], Call], found: Found, run: Callable) -> Any:

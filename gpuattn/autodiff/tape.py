@@ -14,7 +14,7 @@ from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this mod
 from gpuattn.autodiff.gradient_layout import GradientLayout
 from gpuattn.autodiff.hooks import with_hook
 from gpuattn.autodiff.pending_matmul import Consumers
-from gpuattn.autodiff.record import RELEASED, Box, Node, edit, key  # noqa: F401
+from gpuattn.autodiff.record import RELEASED, Box, Node, constants, edit, key  # noqa: F401
 from gpuattn.autodiff.side_stream import wait_for
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import Call, Impls, Result, choose, choose_another, choose_backward
@@ -72,26 +72,57 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
     Calling the op runs the Call and returns its result. ``op.prepare`` is ``check`` itself.
     """
 
-    @functools.wraps(check)
-    def run(*args, **kwargs):
-        if unplanned.get():
-            return _run(check(*args, **kwargs))
-        found = plans.signature(check, args, kwargs, _recording.get())
-        if found is None:
-            return _run(check(*args, **kwargs))
+    def unplanned_call(args, kwargs):
+        return _run(check(*args, **kwargs))
+
+    def planned_call(args, kwargs, found):
         key, arrays, addresses, given, seed = found
         plan = plans.table.find(key)
         if plan.__class__ is plans.Plan:
-            params = plan.params_of(seed) if plan.draws else plan.params
-            done = plan.compute(arrays, addresses, params)
-            if done is not None:
-                out = done[0] if given is None else _planned_boxes(plan, given, params, *done)
-                return out if plan.finish is None else plan.finish(out)
+            if plan.direct is not None:
+                plans.table.direct[key] = plan.direct  # later calls do not come here
+                out = plan.direct(*arrays, *addresses)
+                if out is not None:
+                    return out
+            else:
+                params = plan.params_of(seed) if plan.draws else plan.params
+                done = plan.compute(arrays, addresses, params)
+                if done is not None:
+                    out = done[0] if given is None else _planned_boxes(plan, given, params, *done)
+                    return out if plan.finish is None else plan.finish(out)
         if plan is plans.SEEN:
             return plans.table.make(lambda: check(*args, **kwargs), found, _run)
         call = check(*args, **kwargs)
         plans.table.keep(key, plan or plans.SEEN)
         return _run(call)
+
+    how = plans.Op(_recording.get, planned_call, unplanned_call)
+
+    @functools.wraps(check)
+    def run(*args, **kwargs):
+        if unplanned.get():
+            return _run(check(*args, **kwargs))
+        values, count = args, len(args)
+        kinds: tuple
+        if kwargs:
+            values = (*args, *kwargs.values())
+            kinds = (check, *kwargs, *[type(x) for x in values])
+        elif count == 1:  # written out for few arguments, which takes a third of the time
+            kinds = check, type(args[0])
+        elif count == 2:
+            kinds = check, type(args[0]), type(args[1])
+        elif count == 3:
+            kinds = check, type(args[0]), type(args[1]), type(args[2])
+        elif count == 4:
+            kinds = check, type(args[0]), type(args[1]), type(args[2]), type(args[3])
+        else:
+            kinds = (check, *[type(x) for x in args])
+        table = plans.table
+        try:
+            call = table.forms[kinds]
+        except KeyError:
+            call = table.form(kinds, values, tuple(kwargs), how)
+        return call(values, args, kwargs)
 
     run.prepare = check  # type: ignore[attr-defined]
     return run
@@ -111,9 +142,7 @@ def _planned_boxes(plan, given, params, out, saved):
     if plan.box is None:
         return out
     if plan.program is not None and plan.rule is None and type(out) is not tuple:
-        box = object.__new__(plan.box)  # an array, and no view of an input: nothing to check
-        Box.__init__(box, out)
-        return box
+        return constants(plan.box)(out)  # an array, and no view of an input: nothing to check
     inputs = tuple([None if i is None else given[i] for i in plan.inputs])
     return _boxed(plan.box, plan.op, plan.rule, inputs, plan.needs, params, out, saved, plan)
 

@@ -39,7 +39,7 @@ def _maker(arguments: str, lines: tuple[str, ...], names: tuple[str, ...]) -> Ca
     text = [f"def make({', '.join(names)}):", f"    def run({arguments}):"]
     text += [f"        {line}" for line in lines]
     text.append("    return run")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"__name__": __name__}  # a frame of the package: see ``errors``
     exec("\n".join(text), found)
     return found["make"]
 

@@ -169,12 +169,14 @@ class Recorder:
 
     # ---- the program ----
 
-    def program(self, result: Any, owned: Any = None) -> "Program | None":
+    def program(
+        self, result: Any, owned: Any = None, last: Callable | None = None
+    ) -> "Program | None":
         """Return the Program of the call that returned ``result``, or None if there is none.
 
         ``result``: arrays that were given, allocated, or are views of these; numbers, strings,
         dtypes and None; in tuples. ``owned``: a part of it without views of what was given, because
-        the tape knows them by their ``base``.
+        the tape knows them by their ``base``. ``last(result)``: what the program returns instead.
         """
         if self.refused or any(type(x) is not import_cupy().ndarray for x in self.arrays):
             return None
@@ -186,19 +188,18 @@ class Recorder:
         code = Code(current_stream=import_cupy().cuda.get_current_stream)
         try:
             self._expression(Code(), owned, self.inputs)
-            if self.inputs:
-                code.add(f"{unpacked('x', self.inputs)}= arrays")
-                code.add(f"{unpacked('p', self.inputs)}= addresses")
             for step in self.steps:
                 step.check(code, False, self.inputs)
             self._allocate(code, result)
             for step in self.steps:
                 step.check(code, True, self.inputs)
             self._run(code)
-            code.add(f"return {self._expression(code, result)}")
+            found = self._expression(code, result)
+            code.add(f"return {found if last is None else code.name('last', last) + f'({found})'}")
         except Unplaced:
             return None
-        run = code.function("arrays, addresses, drawn")
+        given = unpacked("x", self.inputs) + unpacked("p", self.inputs)
+        run = code.function(f"{given}drawn=None")
         return Program(run, self._fresh(result), self.constants)
 
     def _allocate(self, code, result):
@@ -208,20 +209,18 @@ class Recorder:
         and what has no view in ``result`` either lies together.
         """
         cupy, here = import_cupy(), set(self._found(result))
-        names = {"new": cupy.ndarray.__new__, "ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
-        code.values |= names | {"zeros": cupy.zeros, "test": partial(arrays.allocate or len, cupy)}
+        names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc, "ndarray": cupy.ndarray}
+        code.values |= names | {"test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0
         for i, (shape, dtype, zeroed) in enumerate(self.allocations, self.inputs):
-            # CuPy finds NumPy's own dtypes sooner by their letters; ndarray() is __new__() alone
-            kind = code.name("dtype", dtype.char if dtype.isbuiltin == 1 else dtype)
-            of = f"({code.name('shape', shape)}, {kind})"
+            of = f"{code.name('shape', shape)}, {code.name('dtype', _short(dtype))}"
             count = math.prod(shape) * dtype.itemsize
             if zeroed or arrays.allocate:
-                code.add(f"x{i} = {'zeros' if zeroed else 'test'}{of}", f"m{i} = x{i}.data")
-            elif (i, True) in here:
-                code.add(f"x{i} = new(ndarray, {of[1:]}", f"m{i} = x{i}.data")
-            elif (i, False) in here:
+                code.add(f"x{i} = {'zeros' if zeroed else 'test'}({of})", f"m{i} = x{i}.data")
+            elif (i, True) in here or (i, False) in here:
                 code.add(f"m{i} = alloc({code.name('size', count)})")
+                if (i, True) in here:
+                    self._new_array(code, f"x{i}", f"{of}, m{i}")
             else:
                 apart.append(f"p{i} = together + {code.name('at', size)}")
                 size += -(-count // ALIGNMENT) * ALIGNMENT
@@ -229,6 +228,17 @@ class Recorder:
             code.add(f"p{i} = m{i}.ptr")
         if apart:
             code.add(f"memory = alloc({code.name('size', size)})", "together = memory.ptr", *apart)
+
+    def _new_array(self, code, name, given):
+        """Write what makes a CuPy array ``name`` of the arguments ``given`` of ``cupy.ndarray``."""
+        base = import_cupy().ndarray.__mro__[1]
+        if hasattr(base, "_init"):
+            # what ndarray.__new__() does too, but that passes its arguments on by *args and
+            # **kwargs, which takes 0.3 to 0.5 us. CuPy before 12 has no _init
+            code.values["blank"] = base.__new__
+            code.add(f"{name} = blank(ndarray)", f"{name}._init({given})")
+        else:
+            code.add(f"{name} = ndarray({given})")
 
     def _found(self, result):
         """Yield (which array, whether it is the array itself or a view) of arrays in ``result``."""
@@ -288,15 +298,25 @@ class Recorder:
         if place < first:
             raise Unplaced
         memory = f"m{place}" if place >= self.inputs else f"x{place}.data"
-        shape, dtype, strides = (
-            code.name("layout", one) for one in (value.shape, value.dtype, value.strides)
-        )
-        at = f"{memory} + {offset}" if offset else memory
-        return f"new(ndarray, {shape}, {dtype}, {at}, {strides})"
+        given = [
+            code.name("shape", value.shape), code.name("dtype", _short(value.dtype)),
+            f"{memory} + {offset}" if offset else memory,
+        ]  # fmt: skip
+        contiguous = import_cupy().ndarray(value.shape, value.dtype, value.data)
+        if value.strides != contiguous.strides:
+            given.append(code.name("strides", value.strides))
+        view = f"v{len(code.lines)}"
+        self._new_array(code, view, ", ".join(given))
+        return view
 
     def _index(self, value):
         """Return the place of an array among those given and allocated, or None."""
         return next((i for i, x in enumerate(self.arrays) if x is value), None)
+
+
+def _short(dtype):
+    """Return what CuPy finds a dtype by the soonest: NumPy's own ones by their letters."""
+    return dtype.char if dtype.isbuiltin == 1 else dtype
 
 
 def _extent(x):
@@ -333,14 +353,14 @@ def _addresses(struct):
 class Program(NamedTuple):
     """What ``Recorder.program`` returns.
 
-    ``run(arrays, addresses, drawn)`` does the work on arrays like those of the recorded call and
-    returns the call's result; or None, with nothing done, where a product does not take their
+    ``run(*arrays, *addresses, drawn=None)`` does the work on arrays like those of the recorded call
+    and returns the call's result; or None, with nothing done, where a product does not take their
     addresses. ``drawn``: what ``rng.device_arguments`` returns for the call's key, if it has one.
     ``fresh``: the places, in the result, of arrays that a run allocates and that are there once.
     ``constants``: arrays whose addresses are in launches.
     """
 
-    run: Callable[[Sequence[Array], Sequence[int], Any], Any]
+    run: Callable[..., Any]
     fresh: frozenset[int]
     constants: list[Array]
 

@@ -32,7 +32,7 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.driver, self.given = kernel, kernel.driver_launch, given
         self.words, self.maps, self.counted, self.numbers = words, maps, counted, numbers
-        self.place, self.names = place, f"packed{place}, words{place}, at{place}, "
+        self.place, self.names = place, f"packed{place}, words{place}, at{place}, extra{place}, "
         self.names += f"halves{place}, " * bool(numbers) + f"bytes{place}, " * bool(maps)
 
     def pack(self) -> list:
@@ -40,7 +40,7 @@ class Launch:
         packed = self.driver.pack(*self.given, 0)
         view = memoryview(packed.memory).cast("B")
         more = [view.cast("I")] * bool(self.numbers) + [view] * bool(self.maps)
-        return [packed, view.cast("Q"), packed.address, *more]
+        return [packed, view.cast("Q"), packed.address, packed.address + EXTRA_AT, *more]
 
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """A launch takes any addresses."""
@@ -49,7 +49,6 @@ class Launch:
         """``small``: the call takes the host longer than the GPU, so nothing is gained if a
         kernel's blocks start before the kernel before it has ended."""
         i = self.place
-        code.add(f"words{i}[{STREAM_WORD}] = stream")
         for at, place, offset in self.words:
             code.add(f"words{i}[{at}] = {_address(place, offset)}")
         for at, count in self.counted:
@@ -60,8 +59,9 @@ class Launch:
             maps = code.name("maps", _Maps(encode))
             code.add(f"bytes{i}[{at}:{at + MAP_BYTES}] = {maps}[{_address(place, offset)}]")
         function, name = code.name("function", self.driver.function.ptr), self.kernel.name
+        to_stream = f"words{i}[{STREAM_WORD}] = stream"
         again = f"{code.name('again', self.driver.launch)}(packed{i})"  # or raises
-        lists = f"at{i} + {EXTRA_AT}, 0" if self.driver.by_address else f"0, at{i} + {EXTRA_AT}"
+        lists = f"extra{i}, 0" if self.driver.by_address else f"0, extra{i}"
         attribute = self.driver.attribute
         if attribute is None or (small and attribute == PROGRAMMATIC):
             # CuPy's call is shorter than one of ctypes, and takes no attribute
@@ -74,11 +74,12 @@ class Launch:
                 "try:",
                 f"    {launch}({function}, {given}, stream, {lists})",
                 f"except {code.name('error', driver.CUDADriverError)}:",
+                f"    {to_stream}",
                 f"    {again}",
             )  # fmt: skip
         else:
             call = code.name("launch", self.driver.driver_launch)
-            code.add(f"if {call}(at{i}, {function}, {lists}):", f"    {again}")
+            code.add(to_stream, f"if {call}(at{i}, {function}, {lists}):", f"    {again}")
         code.add(f"{code.name('launches', launches)}[{name!r}] += 1")
 
 

@@ -284,6 +284,7 @@ class MatmulPlan:
         self.copy_a, self.copy_b = copies
         self.kind, self.tuned, self.invariant = kind, False, invariant
         self.vector = self.aux = 0  # addresses that the operation's descriptor holds
+        self.room: tuple[int, int] | None = None  # the stream of the last launch, its workspace
         self.layouts: list[int] = []
         self.tf32: bool | None = None  # of float32 operands, whether planned for TF32
 
@@ -391,7 +392,8 @@ class MatmulPlan:
         if not vector and not aux:
             return self._launch(stream, a, b, out)
         with _lock:  # no other thread may set its addresses between these two
-            self._point(vector, aux)
+            if vector not in (0, self.vector) or aux not in (0, self.aux):
+                self._point(vector, aux)
             return self._launch(stream, a, b, out)
 
     def _point(self, vector: int, aux: int) -> None:
@@ -405,8 +407,13 @@ class MatmulPlan:
             self._set(names.EPILOGUE_AUX_POINTER, aux, np.uint64)
 
     def _launch(self, stream: int, a: int, b: int, out: int) -> bool:
-        size, target = self.workspace_bytes, self.target
-        memory = workspace("cuBLASLt", WORKSPACE_BYTES, self.device, stream) if size else 0
+        size, target, memory = self.workspace_bytes, self.target, 0
+        if size:
+            room = self.room  # one tuple: several threads may launch
+            if room is None or room[0] != stream:
+                address = workspace("cuBLASLt", WORKSPACE_BYTES, self.device, stream)
+                room = self.room = stream, address
+            memory = room[1]
         if self.swap:
             a, b = b, a
         try:

@@ -179,6 +179,21 @@ def test_each_call_draws_its_own_seed(xp):
         assert again == [to_cpu(gpuattn.dropout(x, 0.5)).tobytes() for _ in range(6)]
 
 
+def test_a_new_array_is_like_those_of_cupy(gpu):
+    """The program makes it by a private function of CuPy's."""
+    for dtype in (np.float16, np.float32, gpuattn.arrays.BFLOAT16):
+        for shape in ((256, 512), (3, 1, 8), (8,)):
+            x = gpu.asarray(np.ones(shape, np.float32).astype(dtype))
+            made = [gpuattn.relu(x) for _ in range(5)][-1]
+            wanted = gpu.empty(shape, dtype)
+            for name in ("shape", "strides", "dtype", "size", "nbytes", "base", "device"):
+                assert getattr(made, name) == getattr(wanted, name), name
+            assert type(made) is type(wanted) and str(made.flags) == str(wanted.flags)
+            assert made.data.mem.size == wanted.data.mem.size and made.data is not wanted.data
+            assert made.reshape(-1)[1:].base is made
+            assert (to_cpu(made).astype(np.float32) == 1).all()
+
+
 def test_an_edit_of_what_was_saved_is_noticed(xp):
     weight = Tensor(xp.ones((5, 8), np.float32), requires_grad=True)
     for _ in range(4):

@@ -15,10 +15,13 @@ from fake_gpu import GPUS
 from ops import test_launch_plans as cases
 
 import gpuattn
-from gpuattn import arrays
+from gpuattn import Tensor, arrays
 from gpuattn import rng as keys
+from gpuattn.autodiff import plans, tape
+from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.program import Program, Recorder
 from gpuattn.gemm import cublaslt
+from gpuattn.impls import Call, Impl, Impls
 
 ARENA = 1 << 28
 PLAIN = np.ndarray
@@ -127,7 +130,8 @@ def programs(monkeypatch):
     def made(cls, run, *rest):
         def counted(*args):
             found = run(*args)
-            counts[sys._getframe(1).f_code.co_name, found is not None] += 1
+            caller = sys._getframe(1).f_code.co_name
+            counts["gradients" if caller == "gradients" else "forward", found is not None] += 1
             return found
 
         return new(cls, counted, *rest)
@@ -149,8 +153,8 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
         def matmul(self, *values):
             products.append(tuple(int(v) for i, v in enumerate(values) if i in (3, 5, 8, 10)))
 
-    def program(self, result, owned=None, inner=Recorder.program):
-        made = inner(self, result, owned)
+    def program(self, result, owned=None, last=None, inner=Recorder.program):
+        made = inner(self, result, owned, last)
         assert made is None or not touched
         touched.clear()
         return made
@@ -183,7 +187,7 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
                     assert len(multiplied) == len(turns[0][1])
                     for pair in zip(np.ravel(multiplied), np.ravel(turns[0][1]), strict=True):
                         assert pair[0] == pair[1] or not any(map(arena.holds, pair))
-    assert programs["compute", True] > 50 and programs["gradients", True] > 50
+    assert programs["forward", True] > 50 and programs["gradients", True] > 50
 
 
 @pytest.mark.parametrize("recorded", [0, 5])
@@ -208,7 +212,7 @@ def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monk
         for seed in (0, 7, 1 << 40, keys.Key(1, 2, 3)):
             programs.clear()
             planned = launches(seed)
-            assert programs["compute", True] == 2 and programs["gradients", True] == 3
+            assert programs["forward", True] == 2 and programs["gradients", True] == 3
             with arrays.without_plans():
                 assert not differences(launches(seed), planned, arena), seed
 
@@ -224,3 +228,64 @@ def test_the_gradient_of_a_table_sorts_few_tokens_in_its_program(tokens, planned
             cases.back(gpuattn.embedding(index, *cases.wanting(weight)))
         assert (programs["gradients", True] == 1) == planned
         assert ("token_order" in [launch.name for launch in noted]) == planned
+
+
+def test_calls_without_gradients_go_straight_to_their_programs(programs, monkeypatch):
+    with fake_launches.launches_on(GPUS["9.0"]):
+        x, y = cases.floats(np.float32, 4, 64), cases.floats(np.float32, 4, 64)
+        table = plans.table
+        for _ in range(5):
+            gpuattn.relu(x)
+            found = Tensor(x) + Tensor(y)
+        assert len(table.direct) == 2 and programs["forward", True] == 6
+        wanted = Tensor(found.data)
+        for name in tape.Box.__slots__:
+            if name not in ("__weakref__", "version"):
+                assert getattr(found, name) is getattr(wanted, name), name
+        assert found.version == wanted.version and found.version is not wanted.version
+        for _ in range(5):
+            (leaf,) = cases.wanting(x)
+            cases.back(gpuattn.relu(leaf))
+            gpuattn.dropout(x, 0.5, seed=1)
+            gpuattn.softmax(Tensor(x), donate=True)
+        assert len(table.direct) == 2, "calls with gradients, seeds, or donated Tensors"
+        with gpuattn.use_impl(relu="reference"):
+            before = programs.copy()
+            for _ in range(5):
+                gpuattn.relu(x)
+            assert programs == before
+        monkeypatch.setattr(plans, "MOST", len(table.young))
+        gpuattn.silu(x)
+        assert not table.direct, "it holds what the young table holds"
+        gpuattn.relu(x)
+        assert len(table.direct) == 1
+
+
+def test_a_result_that_is_left_out_is_no_array():
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        q = cases.floats(np.float16, 2, 128, 4, 64)
+        given = q, q * 1, q * 1
+        for _ in range(5):
+            noted.clear()
+            out = gpuattn.flash_attention(*given)
+            both = gpuattn.flash_attention(*given, return_lse=True)
+        assert len(noted) == 2 and noted[0] == noted[1]
+        assert out.shape == both[0].shape and both[1].shape == (2, 4, 128)
+        assert out.strides == both[0].strides
+
+
+def test_a_call_without_a_result_runs_once():
+    def forward(x, *, needs):
+        kernel("arithmetic.cu", "arithmetic", scalar="float", OPERATION=0)(
+            (1,), (256,), x, x, x, x.size
+        )
+        return None, None
+
+    impls = Impls("doubled", Impl("raw-simt", forward))
+    doubled = tape.op(lambda x: Call(impls, (x,)))
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        x = cases.floats(np.float32, 4, 64)
+        for _ in range(6):
+            noted.clear()
+            assert doubled(x) is None and len(noted) == 1
+        assert not plans.table.direct

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from checks import DTYPES, check_gradient, dtype_of
+from fake_gpu import GPUS
+from fake_launches import as_array, launches_on
 
 import gpuattn
 from gpuattn import Tensor, cross_entropy, linear, linear_cross_entropy
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import to_cpu, without_plans
 from gpuattn.autodiff import tape
 from gpuattn.ops.loss.linear_cross_entropy import rows_at_a_time
 
@@ -53,6 +55,38 @@ def test_equals_linear_then_cross_entropy(xp, rng, dtype, options, chunk_rows):
         assert got.grad.dtype == dtype_of(dtype) and got.grad.shape == got.shape
         np.testing.assert_allclose(numbers(got.grad), box.grad, atol=rtol * box.grad.max())
     assert not numbers(boxes[1].grad)[37:].any()
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7, 23])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_the_loss_alone(xp, rng, dtype, options, chunk_rows):
+    x, weight, labels = draw(rng, dtype=dtype)
+    plain = {name: value for name, value in options.items() if name != "dloss"}
+    logits = linear(x.astype(np.float64), weight.astype(np.float64))
+    want, right = cross_entropy(logits, labels, vocab_size=37, accuracy=True, **plain)
+    given = [xp.asarray(a) for a in (x, weight, labels)]
+    for _ in range(4):  # and by a plan
+        loss, got_right = linear_cross_entropy(
+            *given, vocab_size=37, accuracy=True, chunk_rows=chunk_rows, **options
+        )
+        np.testing.assert_allclose(numbers(loss), want, rtol=TOLERANCE[dtype])
+        assert loss.shape == got_right.shape == () and got_right.dtype == np.int32
+        if dtype in ("float32", "float64"):
+            assert numbers(got_right) == right
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+@pytest.mark.parametrize("chunk_rows, sums", [(None, 0), (12, 2)])
+def test_rows_of_one_chunk_take_three_launches(chunk_rows, sums):
+    with launches_on(GPUS["9.0"]) as noted:
+        x, weight = as_array(np.ones((23, 64), np.float16)), as_array(np.ones((99, 64), np.float16))
+        with without_plans():
+            linear_cross_entropy(x, weight, as_array(np.zeros(23, int)), chunk_rows=chunk_rows)
+        names = [launch.name.replace("cross_entropy_", "") for launch in noted]
+        chunk = ["prepare_long", "rows_short", "sum"]
+        apart = ["linear_share", *[*chunk, "linear_add"] * sums]
+        assert names == (apart if sums else chunk)
 
 
 def test_gradient(rng):

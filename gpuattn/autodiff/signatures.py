@@ -1,0 +1,161 @@
+"""Signatures of calls: functions, written as text, of the arguments of one form of calls.
+
+Such a function makes the key of a call: the shapes, strides, dtypes and alignments of its arrays,
+its other arguments by value, and what the choice of an implementation depends on besides. It calls
+the ``Plan.direct`` of the key, with no other Python call in between, or else ``Op.planned``.
+"""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn import rng
+from gpuattn.arrays import batch_invariant, import_cupy
+from gpuattn.autodiff.record import Box
+from gpuattn.cuda.generated import Code, unpacked
+from gpuattn.impls import overrides
+from gpuattn.typing import Array
+
+PLAIN = type(None), bool, int, float, str
+ALIGNMENT = 15  # address & ALIGNMENT: kernels read 16 bytes at a time
+# (key, arrays, addresses, given, seed) of a call. ``arrays``: those of the arguments, in their
+# order. ``addresses``: of those on a GPU. ``given``: ``arrays`` with their Boxes, None if there is
+# none. ``seed``: the argument of that name; its value is no part of the key.
+Found = tuple[tuple, tuple[Array, ...], tuple[int, ...], tuple | None, Any]
+# makes a call: of its values, those of keywords last, and of its arguments as they were given
+Caller = Callable[[tuple, tuple, dict[str, Any]], Any]
+
+
+class Op(NamedTuple):
+    """How calls of an op are made.
+
+    ``recording()``: whether calls are recorded. ``planned(args, kwargs, found)``: makes a call that
+    may have a plan. ``unplanned(args, kwargs)``: one that has none.
+    """
+
+    recording: Callable[[], bool]
+    planned: Callable[[tuple, dict[str, Any], Found], Any]
+    unplanned: Callable[[tuple, dict[str, Any]], Any]
+
+
+class Unsigned(Exception):
+    """Calls with such arguments have no plans."""
+
+
+class Form:
+    """Writes the Caller of calls whose values have the types and names of ``values``.
+
+    ``start``: what keys begin with. ``names``: of the last of ``values``. ``xp_array``: the class
+    of all arrays. ``direct``: returns the ``Plan.direct`` of a key, or None. ``other``: the Caller
+    if Boxes hold arrays of another class. Raises Unsigned.
+    """
+
+    def __init__(
+        self, start: object, values: tuple, names: tuple[str, ...], xp_array: Any, op: Op,
+        direct: Callable[[tuple], Callable | None], other: Caller,
+    ) -> None:  # fmt: skip
+        cupy = sys.modules.get("cupy")
+        self.on_gpu = cupy is not None and xp_array is cupy.ndarray
+        if not self.on_gpu and xp_array is not np.ndarray:
+            raise Unsigned
+        self.code = Code(
+            start=start, xp_array=xp_array, other=other, overrides=overrides.get,
+            invariant=batch_invariant.get, direct=direct, is_recording=op.recording,
+            planned=op.planned, unplanned=op.unplanned,
+        )  # fmt: skip
+        self.key = ["start"]
+        self.arrays: list[str] = []
+        self.given: list[str] = []
+        self.seed = "None"
+        self.code.add(f"{unpacked('x', len(values))}= values")
+        if any(isinstance(value, Box) for value in values):
+            self.code.add("recording = is_recording()")
+        names = (*[""] * (len(values) - len(names)), *names)
+        for i, (value, name) in enumerate(zip(values, names, strict=True)):
+            sign = self._sign_seed if name == "seed" else self._sign
+            sign(f"x{i}", type(value), xp_array)
+
+    def _refuse_if(self, condition):
+        self.code.add(f"if {condition}:", "    return unplanned(args, kwargs)")
+
+    def _sign(self, x, kind, xp_array):
+        if kind is xp_array:
+            self._sign_array(x, x)
+        elif issubclass(kind, Box):
+            data = x.replace("x", "data")
+            self.code.add(f"{data} = {x}.data")
+            self.code.add(f"if type({data}) is not xp_array:")
+            self.code.add("    return other(values, args, kwargs)")
+            self.key.append(f"recording and {x}.requires_grad")
+            self._sign_array(x, data)
+        elif kind is float:
+            self.key.append(f"{x} or str({x})")  # 0.0 and -0.0 are equal
+        elif kind in (str, bool, int):
+            self.key.append(x)
+        elif kind is tuple:
+            self._refuse_if(f"not {self.code.name('plain', _all_plain)}({x})")
+            self.key.append(f"repr({x})")
+        elif kind is not type(None):
+            raise Unsigned
+
+    def _sign_seed(self, x, kind, xp_array):
+        self.seed = x
+        if kind is rng.Key:
+            self._refuse_if(f"type({x}.step) is not int")
+        elif kind not in (int, type(None)):
+            raise Unsigned
+
+    def _sign_array(self, x, data):
+        self.given.append(x)
+        self.arrays.append(data)
+        self.key += [f"{data}.shape", f"{data}.strides", f"{data}.dtype"]
+        if self.on_gpu:
+            address = f"p{len(self.arrays)}"
+            self.code.add(f"{address} = {data}.data.ptr")
+            self.key.append(f"{address} & {ALIGNMENT}")
+
+    def function(self) -> Caller:
+        """Return the Caller."""
+        addresses = [f"p{i + 1}" for i in range(len(self.arrays))] if self.on_gpu else []
+        # the same array, or address, twice: it does not tell which of both a launch reads
+        pairs = itertools.combinations(addresses or self.arrays, 2)
+        alike = [f"{one} {'==' if addresses else 'is'} {other}" for one, other in pairs]
+        if alike:
+            self._refuse_if(" or ".join(alike))
+        if self.on_gpu and _several_gpus():
+            here = f"{self.code.name('here', import_cupy().cuda.runtime.getDevice)}()"
+            self.code.add(f"here = {here}")
+            self._refuse_if(" or ".join(f"{x}.data.device_id != here" for x in self.arrays))
+            self.key.append("here")
+        self.key += ["overrides() or None", "invariant()"]
+        key, arrays, at, given = (
+            f"({''.join(f'{one}, ' for one in part)})"
+            for part in (self.key, self.arrays, addresses, self.given)
+        )
+        if self.given == self.arrays:
+            given = "None"
+        self.code.add(f"key = {key}")
+        if self.on_gpu:
+            self.code.add(
+                "run = direct(key)",
+                "if run is not None:",
+                f"    out = run({', '.join((*self.arrays, *addresses))})",
+                "    if out is not None:",
+                "        return out",
+            )  # fmt: skip
+        found = f"key, {arrays}, {at}, {given}, {self.seed}"
+        self.code.add(f"return planned(args, kwargs, ({found}))")
+        return self.code.function("values, args, kwargs")
+
+
+def _all_plain(values):
+    return all(type(one) in PLAIN for one in values)
+
+
+@functools.cache
+def _several_gpus() -> bool:
+    return import_cupy().cuda.runtime.getDeviceCount() > 1
