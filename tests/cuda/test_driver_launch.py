@@ -306,6 +306,11 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "linear, gelu, gradient of a product": lambda x, y, *_: gelu_hopper.backward(
         PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
     ),
+    "linear, gelu, gradient of a product with sums": lambda x, y, *_: (
+        gelu_hopper.backward_and_sums(
+            PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
+        )
+    ),
     "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward(
         x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]
     ),
