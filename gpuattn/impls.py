@@ -52,12 +52,15 @@ class Fusion:
     op that made that input consumed it; then the backward returns None for it.
     ``takes_matmul(saved, matmul, index, needs, **params)`` returns whether the backward takes a
     PendingMatmul in place of the gradient of output ``index``.
+    ``takes_second``, of an op without second derivatives: the backward takes one more gradient
+    after those of the outputs, or None, and adds it to that of the first output.
     """
 
     layout: Callable | None = None
     writes_into_layout: bool = False
     offers_matmul: bool = False
     takes_matmul: Callable | None = None
+    takes_second: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Consumers:
     def offer(self, node: Any, pending: dict[Any, list], propagate: Callable) -> dict[str, Any]:
         """Return {"fold": function of ``impls.Fusion``} if the backward of ``node`` takes it.
 
-        ``pending``: node -> [gradient of each output]; ``propagate(node, grads)`` runs a node's
+        ``pending``: node -> [gradients that its backward takes]; ``propagate(node, grads)`` runs a
         backward. Nothing is fused while a hook observes ops: each is then timed by itself.
         """
         if not node.impl.fusion.offers_matmul:
@@ -64,7 +64,7 @@ class Consumers:
             return {"fold": None}
 
         def fold(matmul):
-            grads = pending.get(maker, [None] * maker.outputs)
+            grads = pending.get(maker, maker.no_grads())
             takes, params = maker.impl.fusion.takes_matmul, {"needs": maker.needs, **maker.params}
             if grads[box.index] is not None or not takes(maker.saved, matmul, box.index, **params):
                 return False

@@ -157,6 +157,10 @@ class Node:
                     "Edit a copy, or call backward() first."
                 )
 
+    def no_grads(self) -> list:
+        """Return a None for each gradient that the backward takes."""
+        return [None] * (self.outputs + self.impl.fusion.takes_second)
+
     def release(self) -> None:
         """Drop what was saved. Chains of any length are freed node by node, without recursion."""
         if self.frozen:

@@ -262,7 +262,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     layout = GradientLayout({*ends, *wanted})
     consumers = Consumers(nodes, layout.kept)
     waiting = _count_uses(nodes) if on_ready else None
-    pending = {}  # node -> [gradient of each output]
+    pending = {}  # node -> [gradients that its backward takes]
 
     def deliver(box, grad, fresh=False):
         if not box.requires_grad:
@@ -272,9 +272,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
             i = wanted[who]
             found[i] = grad if found[i] is None else added(found[i], grad)
         if box.node is not None and who not in ends:
-            slots = pending.setdefault(box.node, [None] * box.node.outputs)
-            old = slots[box.index]
-            slots[box.index] = grad if old is None else added(old, grad)
+            _put(grad, pending.setdefault(box.node, box.node.no_grads()), box)
         elif leaves and who not in wanted:
             _accumulate(box, grad, fresh)
 
@@ -309,6 +307,14 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
         _recording.reset(token)
         propagate = None  # it names itself: only a collection of garbage would free it
     return found
+
+
+def _put(grad, grads, box):
+    """Put a gradient of ``box`` among those that the backward of its node takes."""
+    place = box.index
+    if place == 0 and grads[0] is not None and box.node.impl.fusion.takes_second:
+        place = -1 if grads[-1] is None else 0
+    grads[place] = grad if grads[place] is None else added(grads[place], grad)
 
 
 def _reachable(roots, ends=()):

@@ -174,8 +174,10 @@ class Bert(Module):
         if length > most:
             accepted = f"up to max_length, {most}"
             raise ValueError(problem("Bert", "tokens", f"{length} tokens", accepted))
-        kinds = self.types[0] if types is None else embedding(types, self.types)
-        x = self.embedding(tokens, positions, order=order) + kinds
+        if types is None:  # added to a position's row instead of each token's
+            x = self.embedding(tokens, positions, order=order, shift=self.types[0])
+        else:
+            x = self.embedding(tokens, positions, order=order) + embedding(types, self.types)
         x = self.dropout(self.embedding_norm(x))
         return run_layers(
             self.layers, None, x, key_lengths=lengths, cu_seqlens=cu_seqlens,

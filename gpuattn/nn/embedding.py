@@ -71,19 +71,23 @@ class Embedding(Module):
             self._table = POSITIONS[positions](max_length, width)  # moves to the weight's device
         self.dropout = Dropout(dropout, streams)
 
-    def __call__(self, tokens: Array, positions: Array | None = None, *, order: Any = None) -> Any:
+    def __call__(
+        self, tokens: Array, positions: Array | None = None, *, order: Any = None, shift: Any = None
+    ) -> Any:
         """``positions``: int, of the shape of ``tokens``; by default 0, 1, ... along the last axis;
         without a table of positions they mean nothing.
 
         ``order``: for the gradient, (N,) int32, ``data.batching.token_order(tokens).order``, or
         the loader's TokenOrder. Otherwise tokens are sorted, which a CUDA graph cannot hold.
+        ``shift``: (width,), added to each row of the table of positions, which there must be.
         """
         if is_array(order):
             order = (order, None, None)
         p, key = self.dropout.now()
+        table = self._positions()
         return embedding(
             tokens, self.weight, positions=positions if self.positions else None,
-            position_weight=self._positions(),
+            position_weight=table if shift is None else shift + table,
             scale=self.scale, p=p, seed=key, order=order, vocab_size=self.used,
         )  # fmt: skip
 

@@ -1,7 +1,9 @@
 // GELU after a linear layer, for Hopper, fused into the layer's product and into the product of its gradient.
-// Forward: y = gelu(x weight^T + bias), and its slopes, one byte each. Gradient: dz = (dy weight) slopes.
-// Constants: scalar = f16, bf16; GRADIENT = false; EXACT = false, true (GELU by tanh, by erf); BIAS = false, true; HELD = 0, 6
-// Constants: scalar = f16, bf16; GRADIENT = true; EXACT = false; BIAS = false; HELD = 0, 6
+// Forward: y = gelu(x weight^T + bias), and its slopes, one byte each. Gradient: dz = (dy weight) slopes, and with SUMS the
+// first stage of its column sums, of dz as it is stored: each warp's rows of a tile. column_sum.cu adds them, in order.
+// Constants: scalar = f16, bf16; GRADIENT = false; EXACT = false, true (GELU by tanh, by erf); BIAS = false, true;
+//   SUMS = false; HELD = 0, 6
+// Constants: scalar = f16, bf16; GRADIENT = true; EXACT = false; BIAS = false; SUMS = false, true; HELD = 0, 6
 // Launch:    grid = (min(tiles, SMs),), if HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
 //            if HELD depth <= 64 * HELD
 //            dependent: linear_gelu
@@ -74,13 +76,26 @@ __device__ __forceinline__ void activate(u32 (&out)[4], u32 (&words)[2], const f
     words[0] = code_word(codes[0], codes[1]), words[1] = code_word(codes[2], codes[3]);
 }
 
+// Column sums over a warp's rows. columns: of 16 groups of 8 columns, a thread's two. The result is in its first four: those
+// of the two groups from 2 * (lane / 4) on. Lanes KEPT apart keep a half each.
+template <int KEPT> __device__ __forceinline__ void add_rows(float (&columns)[COLUMNS / 4]) {
+    const bool upper = threadIdx.x & KEPT;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+        const float low = columns[i], high = columns[i + KEPT];
+        columns[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, KEPT);
+    }
+    if constexpr (KEPT > 4) add_rows<KEPT / 2>(columns);
+}
+
 extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const __grid_constant__ TensorMap a_map,       // x or dy: (rows, depth); boxes of 128 rows
     const __grid_constant__ TensorMap weight_map,  // (columns, depth), boxes of 128 rows; gradient (depth, columns), of 64
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
     unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128; code blocks row by row
     const u32* bias,                               // (columns,) of BIAS, in pairs; else null
-    const __grid_constant__ Problem problem) {
+    const __grid_constant__ Problem problem,
+    float* __restrict__ sums) {                    // (4 * ceil(rows / 128), columns) of SUMS; else null
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);
     if (threadIdx.x == 0) {
@@ -166,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
 #pragma unroll
         for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
         release(previous);
+        float columns[COLUMNS / 4];  // of SUMS: sums over this thread's rows
 #pragma unroll
         for (int p = 0; p < PARTS * CHUNKS; ++p) {
             const int j = p / CHUNKS, c = p % CHUNKS;
@@ -182,8 +198,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
                 if constexpr (GRADIENT) {
                     const u32 word[2] = {i ? loaded[p].z : loaded[p].x, i ? loaded[p].w : loaded[p].y};
 #pragma unroll
-                    for (int n = 0; n < 4; ++n)
+                    for (int n = 0; n < 4; ++n) {
                         out[n] = times_slopes(pack_pair(scalar(), own[2 * n], own[2 * n + 1]), word[n / 2], n % 2);
+                        if constexpr (SUMS) {
+                            const float2 pair = unpack_pair(scalar(), out[n]);
+                            float* const to = columns + 8 * c + 4 * i + n / 2 * 2;
+                            const bool adds = j > 0 || n % 2 == 1;
+                            to[0] = adds ? to[0] + pair.x : pair.x, to[1] = adds ? to[1] + pair.y : pair.y;
+                        }
+                    }
                 } else {
                     activate(out, words[i], own);
                 }
@@ -199,6 +222,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
                 }
                 if (++slot == SLOTS) slot = 0;
             }
+        }
+        if constexpr (SUMS) {
+            add_rows<COLUMNS / 8>(columns);
+            const int at = column + lane / 4 * 16 + lane % 4 * 2;  // columns of the problem are a multiple of 8
+            float* const to = sums + (size_t)(row / 32 + warp) * problem.columns + at;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (at + 8 * i < problem.columns) *reinterpret_cast<float2*>(to + 8 * i) = {columns[2 * i], columns[2 * i + 1]};
         }
     }
     if (lane == 0) bulk_wait_read();

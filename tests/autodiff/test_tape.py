@@ -10,7 +10,7 @@ from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.hooks import hooked
 from gpuattn.errors import GradientError, UnsupportedError
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Fusion, Impl, Impls
 
 
 def leaf(values, xp=np):
@@ -192,6 +192,51 @@ def test_a_fused_op_names_itself_when_refusing_a_second_derivative():
     y = tape.apply(double, (x,)).sum()
     with pytest.raises(UnsupportedError, match="double: array is fused"):
         y.backward(create_graph=True)
+
+
+class Thrice:
+    """An op (3 x, 5 x) whose backward takes a second gradient of 3 x; ``given``: what it got."""
+
+    def __init__(self):
+        fusion = Fusion(takes_second=True)
+        self.given = []
+        self.impls = Impls("thrice", Impl("array", self._forward, self._backward, fusion=fusion))
+
+    def __call__(self, x):
+        return tape.apply(self.impls, (x,))
+
+    def _forward(self, x, *, needs):
+        return (3 * x, 5 * x), ()
+
+    def _backward(self, saved, first, other, second, *, needs, into):
+        self.given.append([None if g is None else g.item() for g in (first, other, second)])
+        parts = [n * g for n, g in ((3, first), (5, other), (3, second)) if g is not None]
+        return (sum(parts[1:], parts[0]),)
+
+
+@pytest.mark.parametrize("program, given", [
+    (lambda y, z: y * 2, [2, None, None]),
+    (lambda y, z: y * 2 + y * 7, [7, None, 2]),
+    (lambda y, z: y * 2 + y * 7 + y * 10, [12, None, 7]),
+    (lambda y, z: y * 2 + z * 3 + z * 4, [2, 7, None]),
+    (lambda y, z: z * 3, [None, 3, None]),
+])  # fmt: skip
+def test_two_gradients_of_one_result(program, given):
+    """The op gets the second gradient of its first result, and the sum of any others."""
+    x, op = leaf([1.0]), Thrice()
+    program(*op(x)).sum().backward()
+    assert op.given == [given]
+    assert x.grad.item() == sum(n * g for n, g in zip((3, 5, 3), given, strict=True) if g)
+
+
+def test_two_gradients_of_a_result_whose_gradient_is_wanted():
+    x, op = leaf([1.0]), Thrice()
+    y, _ = op(x)
+    found = tape.gradients([(y * 2 + y * 7).sum()], [np.ones(())], [x, y])
+    assert [g.item() for g in found] == [27, 9] and op.given == [[7, None, 2]]
+    y, _ = op(x)
+    with pytest.raises(UnsupportedError, match="thrice: array is fused"):
+        tape.backward((y * 2 + y * 7).sum(), np.ones(()), create_graph=True)
 
 
 def test_plain_arrays_stay_plain():

@@ -154,6 +154,11 @@ def add_norm(x, residual, weight):
     return gpuattn.dropout_add_norm(x, residual, weight, p=0.1, seed=3)[0]
 
 
+def twice(x):
+    """Return x + x, of which x gets two gradients, and no kernel computes them."""
+    return x + x
+
+
 def weight_gradients_of(x, y):
     """Gradients of 256 x 384 weights, for parts of two matrices."""
     places = [arrays.empty(x, (256, 384)) for _ in range(24)]
@@ -280,6 +285,9 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
         gpuattn.softmax(y), gpuattn.layer_norm(x, v, v)
     ),
     "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
+    "dropout_add_norm, gradient of two gradients": lambda x, y, v, *_: gradients(
+        lambda *given: twice(add_norm(*given)), x, y, y, v
+    ),
     "dropout_add_norm, gradient of pairs": lambda x, y, v, *_: gradients(
         add_norm, x.reshape(-1, 256), y.reshape(-1, 256), y.reshape(-1, 256), v[:256]
     ),
@@ -297,6 +305,11 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "linear, gelu": lambda x, y, *_: gelu_hopper.forward(x, y),
     "linear, gelu, gradient of a product": lambda x, y, *_: gelu_hopper.backward(
         PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
+    ),
+    "linear, gelu, gradient of a product with sums": lambda x, y, *_: (
+        gelu_hopper.backward_and_sums(
+            PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
+        )
     ),
     "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward(
         x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]

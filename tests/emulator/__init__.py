@@ -57,6 +57,7 @@ from gpuattn.ops.attention import (
 )
 from gpuattn.ops.attention.flash_attention import IMPLS
 from gpuattn.ops.linear import (
+    bias_activation,
     gelu_hopper,
     linear_dropout_add_norm,
     weight_gradients,
@@ -88,6 +89,7 @@ MODULES = (
     decode_attention,
     dropout_add_norm,
     linear_dropout_add_norm,
+    bias_activation,
     gelu_hopper,
     linear_hopper,
     norm_launch,

@@ -33,6 +33,22 @@ def test_a_text_does_not_depend_on_what_lies_after_it(model, rng):
     assert np.abs(model.states(x).data - states).max() > 0.1  # types and lengths matter
 
 
+def test_without_types_all_are_0(model, rng):
+    x = tokens(rng, 3, 8)
+    found, want = {}, {}
+    for grads, types in ((found, None), (want, np.zeros_like(x))):
+        states = model.states(x, types)
+        (states * states.data[::-1].copy()).sum().backward()
+        grads |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        grads["states"] = states.data
+        for p in model.parameters():
+            p.grad = None
+    assert found.keys() == want.keys()
+    for name, expected in want.items():
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-5 * scale, err_msg=name)
+
+
 def test_texts_end_to_end(model, rng):
     lengths = [5, 1, 8]
     texts = [tokens(rng, n) for n in lengths]

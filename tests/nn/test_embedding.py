@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from delays import HOLD
 
-from gpuattn import nn
+from gpuattn import Tensor, nn
 from gpuattn.arrays import to_cpu
 from gpuattn.nn.embedding import sinusoidal_positions
 
@@ -35,6 +35,26 @@ def test_embedding_is_its_formula(rng, kind):
         np.testing.assert_allclose(
             layer(tokens, places).data[:, 1:] - layer(tokens[:, 1:]).data, 0, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("kind", ["learned", "sinusoidal"])
+def test_a_shift_is_added_to_each_token(xp, rng, kind):
+    layer = nn.Embedding(10, 6, positions=kind, max_length=8, rng=rng)
+    layer.weight.data = xp.asarray(layer.weight.data)
+    if kind == "learned":
+        layer.position_weight.data = xp.asarray(layer.position_weight.data)
+    tokens = xp.asarray(rng.integers(0, 10, (2, 5)), np.int32)
+    shift = Tensor(xp.asarray(rng.standard_normal(6), np.float32), requires_grad=True)
+    dy = xp.asarray(rng.standard_normal((2, 5, 6)), np.float32)
+    found = layer(tokens, shift=shift)
+    want = to_cpu(layer(tokens).data) + to_cpu(shift.data)
+    np.testing.assert_allclose(to_cpu(found.data), want, rtol=1e-6, atol=1e-6)
+    found.backward(dy)
+    np.testing.assert_allclose(to_cpu(shift.grad), to_cpu(dy).sum((0, 1)), rtol=1e-5, atol=1e-6)
+    if kind == "learned":
+        places = to_cpu(layer.position_weight.grad)
+        np.testing.assert_allclose(places[:5], to_cpu(dy).sum(0), rtol=1e-5, atol=1e-6)
+        assert not places[5:].any()
 
 
 def test_table_of_positions_follows_the_weight(xp, rng):

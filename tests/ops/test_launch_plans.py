@@ -71,6 +71,10 @@ def rows(dtype, cols):
     back(gpuattn.dropout_add_norm(*wanting(x, residual, weight, bias), p=0.1, seed=1))
     (x_bias,) = wanting(bias)
     back(gpuattn.dropout_add_norm(*wanting(x, residual, weight), x_bias=x_bias))
+    normed, _ = gpuattn.dropout_add_norm(
+        *wanting(x, residual, weight), x_bias=x_bias, p=0.1, seed=1
+    )
+    back(gpuattn.relu(normed) + gpuattn.silu(normed))  # two gradients of one array
     back(gpuattn.gelu(*wanting(x, bias)))
     back(gpuattn.relu(*wanting(x, bias)))
     back(gpuattn.dropout(*wanting(x), 0.1, seed=1))

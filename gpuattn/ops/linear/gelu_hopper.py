@@ -25,6 +25,7 @@ FILE, NAME = "linear/linear_gelu_hopper.cu", "linear_gelu"
 ALONE_FILE, ALONE = "linear/gelu_slopes.cu", "gelu_slopes_backward"
 THREADS = 384
 TILE = 128  # rows and columns of a tile
+PARTS = 4  # of the rows of a tile: each warp writes its sums of columns
 FORMS = {"gelu": False, "gelu_exact": True}  # activation: the constant EXACT
 DEPTH = 64  # columns of x in one pipeline stage
 HELD = 6  # stages of a weight that can stay in shared memory: the constant HELD, or 0 for none
@@ -89,8 +90,8 @@ def forward(
     codes = arrays.empty(x, (_across(len(x)) * _across(len(weight)) * TILE**2,), np.uint8)
     if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 4):
         bias = bias.copy()
-    constants = {"GRADIENT": False, "EXACT": FORMS[activation], "BIAS": bias is not None}
-    _launch(x, weight, y, codes, bias, constants)
+    constants = {"EXACT": FORMS[activation], "BIAS": bias is not None}
+    _launch(x, weight, y, codes, bias, None, GRADIENT=False, **constants)
     return y, codes
 
 
@@ -111,10 +112,20 @@ def backward(dy: Array | PendingMatmul, codes: Array) -> Array:
     return _of_matmul(dy, codes) if isinstance(dy, PendingMatmul) else _of_array(dy, codes)
 
 
-def _of_matmul(matmul, codes):
+def backward_and_sums(matmul: PendingMatmul, codes: Array) -> tuple[Array, Array]:
+    """Return (``backward(matmul, codes)``, parts of its column sums).
+
+    The parts, (P, out) float32, are sums of 32 rows each, of dz as it is rounded.
+    """
+    rows, columns = len(matmul.dz), matmul.weight.shape[1]
+    sums = arrays.empty(matmul.dz, (_across(rows) * PARTS, columns), np.float32)
+    return _of_matmul(matmul, codes, sums), sums
+
+
+def _of_matmul(matmul, codes, sums=None):
     dz = arrays.empty(matmul.dz, (len(matmul.dz), matmul.weight.shape[1]))
-    constants = {"GRADIENT": True, "EXACT": False, "BIAS": False}
-    _launch(matmul.dz, matmul.weight, dz, codes, None, constants)
+    constants = {"EXACT": False, "BIAS": False}
+    _launch(matmul.dz, matmul.weight, dz, codes, None, sums, GRADIENT=True, **constants)
     return dz
 
 
@@ -129,7 +140,7 @@ def _of_array(dy, codes):
     return dz
 
 
-def _launch(a, weight, out, codes, bias, constants):
+def _launch(a, weight, out, codes, bias, sums, **constants):
     (rows, columns), depth = out.shape, a.shape[1]
     maps = [
         tensor_maps.tensor_map(x[:, None], box)
@@ -137,8 +148,9 @@ def _launch(a, weight, out, codes, bias, constants):
     ]
     problem = np.array([rows, columns, depth], np.int32).view("V12")
     held, grid = plan(rows, columns, depth, gpu(a.device.id).multiprocessors)
-    kernel(FILE, NAME, scalar=ctype(a.dtype), HELD=held, **constants)(
-        (grid,), (THREADS,), *maps, codes, bias, problem, shared_bytes=SHARED_BYTES[held]
+    constants |= {"scalar": ctype(a.dtype), "SUMS": sums is not None, "HELD": held}
+    kernel(FILE, NAME, **constants)(
+        (grid,), (THREADS,), *maps, codes, bias, problem, sums, shared_bytes=SHARED_BYTES[held]
     )
 
 

@@ -17,6 +17,7 @@ from gpuattn.gemm.cublaslt import Reason
 from gpuattn.gemm.matmul import matmul, matmul_and_sums
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear.bias_activation import launch_backward
+from gpuattn.ops.norm.launch import add_parts
 from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
@@ -29,8 +30,8 @@ class Plan(NamedTuple):
     """Which launches compute a gradient.
 
     ``dz``: "codes" (by slopes stored as bytes), "matmul" (one launch computes the pending matmul
-    that dy is and multiplies it by the slopes), "elementwise" (dy times the slopes; the launch sums
-    up dbias too), or "dy" (there is no activation).
+    that dy is and multiplies it by the slopes), "elementwise" (dy times the slopes), or "dy" (there
+    is no activation). ``sums``: that launch sums up dbias too.
     ``joint``: dweight and dbias by one launch, if the library can do that. It sums up a large dz at
     a sixth of the copy rate, and dweight is no part of a common launch then. Beside the gradient of
     a single output it sums up nothing.
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     """
 
     dz: str
+    sums: bool
     joint: bool
     small: bool
 
@@ -50,11 +52,12 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
         dz = "matmul"
     else:
         dz = {"codes": "codes", "none": "dy"}.get(kind, "elementwise")
+    sums = dz == "elementwise" or (dz == "codes" and isinstance(dy, PendingMatmul))
     adds = into[2] is not None and into[2][1]  # to a bias gradient: no library does
-    joint = needs[1] and needs[2] and dz != "elementwise" and not adds
+    joint = needs[1] and needs[2] and not sums and not adds
     joint = joint and dy.shape[-1] > 1 and math.prod(dy.shape) <= JOINT_SIZE
     small = needs[1] and _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) < FULL_TILES
-    return Plan(dz, joint, small)
+    return Plan(dz, sums and needs[2], joint, small)
 
 
 def _tiles(size):
@@ -71,9 +74,9 @@ def backward(
     """
     _, x, weight, *_ = saved
     way = plan(saved, dy, needs, into)
-    dz, dbias = _dz(way, saved, dy, activation, needs[2], into[2])
+    dz, dbias = _dz(way, saved, dy, activation, into[2])
     joint = _weight_and_bias(way, x, dz, into) if way.joint else None
-    if needs[2] and joint is None and way.dz != "elementwise":
+    if needs[2] and joint is None and not way.sums:
         _, dbias = launch_backward(None, None, dz, True, into[2], None)
     dx = _input(dz, weight, dy, fold) if needs[0] else None
     if joint is not None:
@@ -107,16 +110,19 @@ def save(
 # ---- each part ----------------------------------------------------------------------------------
 
 
-def _dz(way, saved, dy, activation, wants_bias, slot):
+def _dz(way, saved, dy, activation, slot):
     """Return (dz, dbias); dbias is None unless the launch of dz computes it for a new array."""
     *_, kept, bias = saved
+    if way.dz == "codes" and way.sums:
+        dz, parts = gelu_hopper.backward_and_sums(dy, kept)
+        return dz, *add_parts([parts], [slot], dz.dtype)
     if way.dz == "codes":
         return gelu_hopper.backward(dy, kept), None
     if way.dz == "matmul":
         return hopper.backward(dy, kept, activation), None
     dy = get_xp(dy).ascontiguousarray(as_rows(dy))
     if way.dz == "elementwise":
-        return launch_backward(kept, bias, dy, wants_bias, slot, activation)
+        return launch_backward(kept, bias, dy, way.sums, slot, activation)
     return dy, None
 
 

@@ -200,7 +200,9 @@ def _impl(name, linear, norm, forward=None, refuse=None, **more):
     linear = next(impl for impl in LINEAR if impl.name == linear)
     norm = next(impl for impl in DROPOUT_ADD_NORM if impl.name == norm)
     forward = forward or partial(_forward_two, linear, norm)
-    fusion = Fusion(offers_matmul=linear.fusion.offers_matmul)
+    fusion = Fusion(
+        offers_matmul=linear.fusion.offers_matmul, takes_second=norm.fusion.takes_second
+    )
     backward = partial(_backward_two, linear, norm)
     return Impl(name, forward, backward, refuse, fusion=fusion, **more)
 

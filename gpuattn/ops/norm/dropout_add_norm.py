@@ -13,7 +13,7 @@ from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp, wide, zeros
 from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import kernel
-from gpuattn.impls import Call, Impl, Impls
+from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_choice, dropout_key, probability
 from gpuattn.ops.dropout import device_numbers, drop, keep_of
 from gpuattn.ops.norm.launch import (
@@ -163,48 +163,57 @@ def _forward_raw(x, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):
     return (normed, h), (h, weight, mean, rstd) if any(needs) else None
 
 
-def _backward_raw(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
+def _backward_raw(saved, dnormed, dh, second=None, *, needs, into, p, key, rms, eps):
     h, weight, mean, rstd = saved
     dnormed = zeros(h, h.shape) if dnormed is None else dnormed.astype(h.dtype, copy=False)
     dnormed, dnormed_step = rows_of(dnormed)
-    dh, dh_step = (None, 0) if dh is None else rows_of(dh.astype(h.dtype, copy=False))
+    dh, dh_step = _rows_or_none(dh, h.dtype)
     dresidual = arrays.empty(h, h.shape)
     drops = rng.threshold(p) < 65536  # else p is too small to drop an element
     dx = arrays.empty(h, h.shape) if drops else None
-    given = h, weight, mean, rstd, dnormed, dh, dx, dresidual
-    numbers = dnormed_step, dh_step, *device_numbers(p, key)
+    given, steps = (h, weight, mean, rstd, dnormed, dh), (dnormed_step, dh_step)
+    outs, numbers = (dx, dresidual), device_numbers(p, key)
     constants = {"RMS": rms, "WEIGHT": weight is not None}
-    if layout := pairs_layout(h, needs[2:]):
-        sums = _run_pairs(layout, given, numbers, needs[2:], constants)
+    layout = pairs_layout(h, needs[2:]) if second is None else None
+    if layout:
+        sums = _run_pairs(layout, given, outs, (*steps, *numbers), needs[2:], constants)
     else:
-        sums = _run_rows(given, numbers, needs[2:], constants)
+        second, second_step = _rows_or_none(second, h.dtype)
+        numbers = *steps, second_step, *numbers
+        sums = _run_rows((*given, second), outs, numbers, needs[2:], constants)
     vectors = add_parts(sums, into[2:], h.dtype)
     return dresidual if dx is None else dx, dresidual, *vectors
 
 
-def _run_pairs(layout, given, numbers, wanted, more):
+def _rows_or_none(x, dtype):
+    """Return (x in ``dtype``, elements from one row to the next), or (None, 0)."""
+    return (None, 0) if x is None else rows_of(x.astype(dtype, copy=False))
+
+
+def _run_pairs(layout, given, outs, numbers, wanted, more):
     """Launch the kernel in which a warp takes two rows; return the partial column sums."""
     constants, block, grid, shared = layout
-    h, dx, name = given[0], given[-2], "dropout_add_norm_backward_pairs"
+    h, (dx, _), name = given[0], outs, "dropout_add_norm_backward_pairs"
     sums = parts_of(h, grid, wanted)
     rows = h.size // max(h.shape[-1], 1)
     constants = constants | {"DROPOUT": dx is not None} | more
     kernel(f"norm/{name}.cu", name, **constants)(
-        (grid,), (block,), *given, *sums, rows, *numbers, shared_bytes=shared
+        (grid,), (block,), *given, *outs, *sums, rows, *numbers, shared_bytes=shared
     )
     return sums
 
 
-def _run_rows(given, numbers, wanted, more):
+def _run_rows(given, outs, numbers, wanted, more):
     """Launch the kernel for rows of any length; return the partial column sums."""
-    h, name, x_bias = given[0], "dropout_add_norm_backward", wanted[2]
-    constants, grid, shared = backward_layout(h, 3, 2 + x_bias)
+    h, name, x_bias, second = given[0], "dropout_add_norm_backward", wanted[2], given[-1]
+    constants, grid, shared = backward_layout(h, 3 + (second is not None), 2 + x_bias)
     sums = parts_of(h, grid, wanted)
     rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
-    constants = constants | {"X_BIAS": x_bias} | more
+    constants = constants | {"X_BIAS": x_bias, "SECOND": second is not None} | more
     kernel(f"norm/{name}.cu", name, **constants)(
-        (grid,), (constants["BLOCK"],), *given, *sums, rows, cols, *numbers, shared_bytes=shared
-    )
+        (grid,), (constants["BLOCK"],), *given, *outs, *sums, rows, cols, *numbers,
+        shared_bytes=shared,
+    )  # fmt: skip
     return sums
 
 
@@ -223,7 +232,7 @@ def _norm_gradient(backward, saved, dnormed, dh, *, needs, into, rms, eps):
 
 IMPLS = Impls(
     "dropout_add_norm",
-    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
+    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw, fusion=Fusion(takes_second=True)),
     Impl("reference", _forward_reference, _backward_reference),
 )
 NORM_AND_RESIDUAL = Impls(

@@ -127,12 +127,13 @@ def backward_layout(
     ``pairs``: it has the constant ROWS, the rows that a team processes at a time.
     """
     cols, device = x.shape[-1], gpu(x.device.id)
-    constants, held = layout(cols, x.dtype, 16, 32 if x.itemsize == 2 else 16)
-    if read == 3 and x.itemsize == 2 and cols == 384:  # of 32 threads a quarter would be idle
+    older = device.capability < AMPERE  # registers hold the next row while it is loaded
+    most_of_a_warp = 32 if x.itemsize == 2 and not (older and read > 3) else 16
+    constants, held = layout(cols, x.dtype, 16, most_of_a_warp)
+    if read >= 3 and x.itemsize == 2 and cols == 384:  # of 32 threads a quarter would be idle
         constants, held = constants | {"TEAM": 16, "PACKS": 3, "FULL": True}, 24
     # the gradient and the normalized values of a row, the sums, one vector
     registers = held * (2 + sums) + words(constants, held, x.dtype) + 20 * (read - 1)
-    older = device.capability < AMPERE  # registers hold the next row while it is loaded
     registers += read * words(constants, held, x.dtype) if older else 0
     constants, held, threads = fit(constants, held, registers)
     if 16 * constants["PACKS"] * constants["TEAM"] * read > device.shared_bytes - SUM_BYTES:
@@ -145,7 +146,7 @@ def backward_layout(
     blocks = threads // block
     stage = 16 * constants["PACKS"] * block * read  # bytes of a pipeline stage of a block
     room = min(MAX_STAGE_BYTES, device.shared_bytes - SUM_BYTES) // blocks
-    stages = max(1, min(6 // read, room // max(stage, 1))) if constants["VEC"] > 1 else 1
+    stages = max(1, min(max(2, 6 // read), room // max(stage, 1))) if constants["VEC"] > 1 else 1
     stages = 2 if older and constants["VEC"] > 1 else stages
     constants = constants | {"BLOCK": block, "BLOCKS": blocks, "STAGES": stages, "EARLY": True}
     if pairs:

@@ -15,7 +15,7 @@ from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
-from gpuattn.ops.linear import gelu_hopper
+from gpuattn.ops.linear import gelu_hopper, gradients
 from gpuattn.ops.linear.bias_activation import activate
 from gpuattn.ops.linear.linear import IMPLS as LINEAR
 from gpuattn.ops.linear.linear import linear
@@ -77,6 +77,13 @@ def check(x, weight, bias, product, exact, dtype, activation, like):
     # the product is rounded, then the result
     found = gelu_hopper.backward(product, codes)
     close(found, want * slopes, 2 * UNIT[dtype], 1e-5 * sums)
+    again, parts = gelu_hopper.backward_and_sums(product, codes)
+    assert (to_cpu(again) == to_cpu(found)).all()
+    rows, found = len(found), to_cpu(found).astype(np.float64)
+    for part, n in zip(to_cpu(parts), range(0, -(-rows // 128) * 128, 32), strict=True):
+        here = n // 128 * 128 + np.arange(16) + np.array([[0], [64]]) + n % 128 // 2
+        here = here[here < rows]
+        np.testing.assert_allclose(part, found[here].sum(0), rtol=1e-5, atol=1e-5 * sums.max())
     dy = like(want.astype(DTYPES[dtype]))
     found = gelu_hopper.backward(dy, codes)
     close(found, to_cpu(dy).astype(np.float64) * slopes, UNIT[dtype], 1e-6)
@@ -111,21 +118,28 @@ def test_far_from_zero(dtype, activation, host_compiler):
     assert np.isnan(y[0, 6]) and y[0, 7] == 0 and abs(slopes[0, 7] - 0.5) <= SLOPE_ERROR[dtype]
 
 
+@pytest.mark.parametrize("slot", [None, False, True], ids=["new", "write", "add"])
 @pytest.mark.parametrize("as_product", [True, False])
-def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
-    x, weight, _, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
-    raw, needs = find(LINEAR, "raw-hopper"), (True, True, False)
+def test_the_gradient_of_a_layer_uses_its_codes(as_product, slot, host_compiler, monkeypatch):
+    x, weight, bias, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
+    raw, needs = find(LINEAR, "raw-hopper"), (True, True, True)
+    place = emulator.as_array(np.ones(136, np.float32))
+    monkeypatch.setattr(gradients, "JOINT_SIZE", 0)  # that launch is of a library
     with emulator.Machine(seed=3).in_place():
-        _, saved = raw.forward(x, weight, None, needs=needs, activation="gelu")
+        _, saved = raw.forward(x, weight, bias, needs=needs, activation="gelu")
         assert saved[0] == "codes" and saved[3].dtype == np.uint8
         assert raw.fusion.takes_matmul(saved, product, 0, needs=needs, activation="gelu")
         dy = product if as_product else emulator.as_array(product.dz @ product.weight)
-        into = None, None, None
-        dx, dweight, _ = raw.backward(saved, dy, needs=needs, into=into, activation="gelu")
-    rows, matrix, _, dz, after = exact
-    _, slope = activate(rows @ matrix.T, "gelu", True)
+        into = None, None, None if slot is None else (place, slot)
+        found = raw.backward(saved, dy, needs=needs, into=into, activation="gelu")
+    rows, matrix, shift, dz, after = exact
+    _, slope = activate(rows @ matrix.T + shift, "gelu", True)
     dz = dz @ after * slope
-    for found, want in (dx, dz @ matrix), (dweight, dz.T @ rows):
+    dx, dweight, dbias = found
+    if slot is not None:
+        assert dbias is None
+        dbias = place - slot
+    for found, want in (dx, dz @ matrix), (dweight, dz.T @ rows), (dbias, dz.sum(0)):
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-2 * np.abs(want).max())
 
 
@@ -133,9 +147,15 @@ def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
 @pytest.mark.parametrize("held", gelu_hopper.SHARED_BYTES)
 def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, held, gradient):
     size = gelu_hopper.SHARED_BYTES[held]
-    forms = [(False, False)] if gradient else itertools.product((False, True), repeat=2)
-    for exact, biased in forms:
-        constants = {"GRADIENT": gradient, "EXACT": exact, "BIAS": biased, "HELD": held}
+    both = (False, True)
+    forms = (
+        itertools.product((False,), (False,), both)
+        if gradient
+        else [(*form, False) for form in itertools.product(both, repeat=2)]
+    )
+    for exact, biased, sums in forms:
+        constants = {"GRADIENT": gradient, "EXACT": exact, "BIAS": biased, "SUMS": sums}
+        constants["HELD"] = held
         check_hopper_compiles(gelu_hopper.FILE, size, **constants)
 
 

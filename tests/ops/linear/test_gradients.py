@@ -30,13 +30,17 @@ def planned(
     return gradients.plan(saved, dy, needs, into)
 
 
-@pytest.mark.parametrize("kind, pending, dz, joint", [
-    ("none", False, "dy", True), ("codes", False, "codes", True), ("codes", True, "codes", True),
-    ("z", False, "elementwise", False), ("y", False, "elementwise", False),
-    ("z", True, "matmul", True), ("y", True, "matmul", True),
+@pytest.mark.parametrize("kind, pending, dz, dbias", [
+    ("none", False, "dy", "joint"), ("codes", False, "codes", "joint"),
+    ("codes", True, "codes", "sums"), ("z", False, "elementwise", "sums"),
+    ("y", False, "elementwise", "sums"), ("z", True, "matmul", "joint"),
+    ("y", True, "matmul", "joint"),
 ])  # fmt: skip
-def test_how_dz_is_computed(kind, pending, dz, joint):
-    assert planned(kind, pending)[:2] == (dz, joint)
+def test_how_dz_and_dbias_are_computed(kind, pending, dz, dbias):
+    found = planned(kind, pending)
+    assert (found.dz, found.sums, found.joint) == (dz, dbias == "sums", dbias == "joint")
+    without = planned(kind, pending, needs=(True, True, False))
+    assert (without.dz, without.sums, without.joint) == (dz, False, False)
 
 
 def test_when_one_launch_computes_both_parameter_gradients():

@@ -196,6 +196,36 @@ def test_strides(name, where, rng):
         assert [g.tolist() for g in got] == [w.tolist() for w in want]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, where", HERE)
+def test_two_gradients_of_the_result(name, where, rng, dtype):
+    """As those of their sum; the later op's gradient comes first, and a third is added to it."""
+    xp, dtype = module_named(where), dtype_of(dtype)
+    given = [xp.asarray(a, dtype) for a in inputs(rng, (9, 384))]
+    numbers = [xp.asarray(rng.integers(-2, 3, (9, 384)), dtype) for _ in range(3)]
+
+    def gradients(factors, of_h):
+        leaves = [Tensor(a, requires_grad=True) for a in given]
+        x, residual, weight, bias, x_bias = leaves
+        normed, h = dropout_add_norm(
+            x, residual, weight, bias, x_bias=x_bias, p=0.5, seed=KEY, impl=name
+        )
+        total = h * of_h if of_h else None
+        for factor in factors:
+            total = normed * factor if total is None else total + normed * factor
+        total.backward(xp.ones((9, 384), dtype))
+        return [to_cpu(leaf.grad).astype("float64") for leaf in leaves]
+
+    for count, of_h in ((2, 0), (2, 2), (3, 0)):
+        before = kernels.launches.copy()
+        found = gradients(numbers[:count], of_h)
+        ran = kernels.launches - before
+        want = gradients([sum(numbers[1:count], numbers[0])], of_h)
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7)
+        assert name != "raw-simt" or ran["dropout_add_norm_backward"] == 1
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
 @pytest.mark.parametrize("name, where", HERE)
 def test_empty(name, where, shape):
