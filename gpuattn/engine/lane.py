@@ -10,7 +10,6 @@ from gpuattn.engine.scheduler import Scheduler, Ticket
 from gpuattn.rng import Key
 from gpuattn.runtime.readback import Reading
 
-STEPS_AT_ONCE = 1  # in one replay; more were not measured yet
 MOST_READ = 2  # results that are being read; beyond, their oldest is waited for
 
 
@@ -65,7 +64,8 @@ class Lane:
         """
         scheduler, search = self.scheduler, self.search
         steps = self._burst()
-        self._queue(steps)
+        for _ in range(steps):
+            self._run("step", (search,), search.step)
         if steps and (search.may_end or self._tell):
             reading = Reading(*search.progress(bool(self._tell)))
             self._looks.append((scheduler.bursts, reading))
@@ -82,21 +82,6 @@ class Lane:
         if not scheduler.running:
             self._looks.clear()
         return self._found()
-
-    def _queue(self, steps):
-        """Queue steps, STEPS_AT_ONCE in a replay as far as they go."""
-        search, several = self.search, STEPS_AT_ONCE
-
-        def step():
-            for _ in range(several):
-                search.step()
-
-        if several > 1:
-            for _ in range(steps // several):
-                self._run("steps", (search, several), step)
-            steps %= several
-        for _ in range(steps):
-            self._run("step", (search,), search.step)
 
     # ---- pages of a PagedGeneration ----
 

@@ -10,7 +10,6 @@ from gpuattn.arrays import get_xp
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.sample import sample
-from gpuattn.engine import lane as lane_module
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.engine.generation import Generation
 from gpuattn.engine.lane import Lane, Request
@@ -207,22 +206,6 @@ def test_a_full_batch_costs_no_launches_beyond_its_steps(translator):
     add(lane, [Request([5, 6], 18, owner=i) for i in range(4)])
     assert len(run(lane)) == 4
     assert [name for name, *_ in calls.calls] == ["begin"] + 18 * ["step"]
-
-
-def test_several_steps_at_once(translator, monkeypatch):
-    """The same texts; what is left of a burst goes step by step."""
-    found = []
-    for several in (1, 2, 3):
-        monkeypatch.setattr(lane_module, "STEPS_AT_ONCE", several)
-        calls = Calls()
-        lane = Lane(search_of(translator, 4, 2, 1, banned=(EOS,)), Scheduler(4, burst=5), calls)
-        add(lane, [Request([5, i], 18, owner=i) for i in range(4)])
-        found.append(run(lane))
-        names = [name for name, *_ in calls.calls]
-        bursts = (5, 5, 5, 3)
-        assert names.count("step") == sum(n % several if several > 1 else n for n in bursts)
-        assert names.count("steps") == sum(n // several if several > 1 else 0 for n in bursts)
-    assert found[1] == found[0] == found[2]
 
 
 def test_buckets_are_few(translator):
