@@ -54,8 +54,6 @@ TILES = (
     (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
     (MOST_ROWS, Tile(128, 1, 4, 2), Tile(32, 1, 8), Tile(64, 2, 10)),
 )
-HEAD = Tile(64, 1, 4)  # of logits
-HEAD_ROWS = 0  # most rows of logits by ``row_linear``, with a copy of their weights: unmeasured
 NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
 
 
@@ -133,14 +131,6 @@ def _linears(layer):
     return (own.qkv, own.out, *of_cross, forward.inner, forward.out)
 
 
-class Head(NamedTuple):
-    """The product that returns logits, with what ``row_linear`` reads of a Linear."""
-
-    weight: Any
-    bias: Any
-    activation: str | None = None
-
-
 class Stream(NamedTuple):
     """States (rows, width), or what ``norm`` makes of them; ``statistics``: of their parts."""
 
@@ -179,25 +169,9 @@ class RowStep:
                 if norm is not None:
                     records.append(self._fold(linear, norm, sum(sizes)))
                     sizes.append(len(linear.weight.data))
-        self._head, self._final = self._head_of(before)
-        if self._head:
-            records.append(self._fold(self._head, self._final, sum(sizes)))
-            sizes.append(len(self._head.weight.data))
         xp, self._outputs = get_xp(like), sum(sizes)
         self._records = xp.asarray(np.array(records, FOLDING).view(np.uint8))
         self._owners = xp.asarray(np.repeat(np.arange(len(sizes)), sizes), np.int32)
-
-    def _head_of(self, norm):
-        """Return (Head or None, the norm before it); ``norm``: that of a last layer with one."""
-        model, translates = self.model, self.memory is not None
-        norm = norm or (model.decoder_norm if translates else model.norm)
-        if self.rows > HEAD_ROWS or not isinstance(norm, LayerNorm):
-            return None, norm
-        if translates:
-            head = Head(model._head_weight(), model.output_bias)
-        else:
-            head = Head(model._output_weight(), None)
-        return (None if any(n % DEPTH for n in head.weight.shape) else head), norm
 
     def _fold(self, linear, norm, first):
         """Return the record of a layer into which a norm is folded."""
@@ -230,9 +204,8 @@ class RowStep:
             for i, layer in enumerate(layers_of(model)):
                 memory = None if self.memory is None else self.memory[i]
                 x = self._layer(layer, x, self.caches[i], memory)
-            if self._head:
-                return self._linear(Stream(x.states, self._final, x.statistics), self._head)
-            states = x.states if self._final is None else self._final(x.states)
+            norm = x.norm or (model.decoder_norm if translates else model.norm)
+            states = x.states if norm is None else norm(x.states)
             return raw(model.output(states) if translates else model.head(states))
 
     def _begin(self, table):
@@ -284,7 +257,7 @@ class RowStep:
         out, found = row_linear(
             x.states, raw(weight), bias, folded=folded, statistics=known, gain=gain, shift=shift,
             residual=None if residual is None else residual.states, activation=linear.activation,
-            eps=1e-5 if norm is None else norm.eps, tile=HEAD if linear is self._head else None,
+            eps=1e-5 if norm is None else norm.eps,
         )  # fmt: skip
         return out if residual is None else (out, found)
 
@@ -319,7 +292,7 @@ def row_embedding(
 def row_linear(
     x: Any, weight: Any, bias: Any = None, *, folded: Any = None, statistics: Any = None,
     residual: Any = None, gain: Any = None, shift: Any = None, activation: str | None = None,
-    eps: float = 1e-5, tile: Tile | None = None,
+    eps: float = 1e-5,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return ``residual + activation(norm(x) weight^T + bias)`` and its statistics, or None.
 
@@ -327,10 +300,9 @@ def row_linear(
     (rows, outputs). ``statistics``: float32 (rows, parts, 2), mean and sum of squared distances
     from it of equal parts of a row; of x with ``folded``, as ``fold_norm`` makes it, else of the
     residual, whose norm has ``gain`` and ``shift``. Statistics come with a residual.
-    ``tile``: by default that of ``tile_of``.
     """
     rows, (outputs, inputs) = len(x), weight.shape
-    tile = tile or tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
+    tile = tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
     out, found = arrays.empty(x, (rows, outputs)), None
     if residual is not None:
         found = arrays.empty(x, (rows, outputs // tile.outputs, 2), np.float32)

@@ -38,7 +38,7 @@ def known_of(statistics, width, eps):
 
 def on_host(
     x, weight, bias=None, *, folded=None, statistics=None, residual=None, gain=None, shift=None,
-    activation=None, eps=1e-5, tile=None,
+    activation=None, eps=1e-5,
 ):  # fmt: skip
     y = x @ weight.T
     if folded is not None:
@@ -81,10 +81,8 @@ class OnHost(RowStep):
         return np.zeros((), row_step.FOLDING)
 
 
-@pytest.mark.parametrize("head", [False, True], ids=["", "logits too"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_order_of_norms_and_sums(name, head, monkeypatch):
-    monkeypatch.setattr(row_step, "HEAD_ROWS", 512 * head)
+def test_the_order_of_norms_and_sums(name, monkeypatch):
     monkeypatch.setattr(row_step, "row_linear", on_host)
     monkeypatch.setattr(row_step, "row_embedding", embedding_on_host)
     case = CASES[name]
@@ -92,7 +90,6 @@ def test_the_order_of_norms_and_sums(name, head, monkeypatch):
     known, search = (Search(case, 1, np.float32, model) for _ in range(2))
     own = search.memory, search.memory_lengths
     step = OnHost(model, search.state, search.caches, *own)
-    assert bool(step._head) == head
     for n in range(3):
         if n:
             known.advance()
@@ -165,11 +162,9 @@ def test_which_step_a_search_has():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head", [False, True], ids=["", "logits too"])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(gpu, name, head, dtype, monkeypatch):
+def test_numbers(gpu, name, dtype):
     """As accurate as the step op by op; the same bits twice; new weights are taken over."""
-    monkeypatch.setattr(row_step, "HEAD_ROWS", 512 * head)
     case, dtype = CASES[name], dtype_of(dtype)
     exact, by_ops, search = (
         Search(case, 1, dtype, model_of(case, 1, dtype, of, gpu.asarray))
