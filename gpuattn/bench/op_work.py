@@ -72,7 +72,7 @@ def _linear(direction, arguments, given):
 
 def _linear_dropout_add_norm(direction, arguments, given):
     if direction == "backward":
-        saved, dnormed, dh = arguments
+        saved, dnormed, dh, *_ = arguments  # a second gradient may follow
         arguments = saved, dh if dnormed is None else dnormed
     return _linear(direction, arguments, given)
 

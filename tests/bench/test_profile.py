@@ -234,3 +234,13 @@ def test_what_is_computed_again_is_timed_on_a_gpu(gpu, tmp_path, level):
     head = "linear_cross_entropy" if level == "full" else "cross_entropy"
     assert rows[head, "forward"]["us"] > 0 and document["step_us"] > 0
     check_padding(document["vocabulary"], task)
+
+
+def test_a_second_gradient_adds_no_product():
+    x, weight, dy = np.zeros((6, 4)), np.zeros((5, 4)), np.zeros((6, 5))
+    saved, given = ("none", x, weight), {"needs": (True, True, True)}
+    counted = [
+        op_work.flops("linear_dropout_add_norm", "backward", (saved, *gradients), given)
+        for gradients in ((dy, None), (dy, None, dy))
+    ]
+    assert counted == [2 * (2 * 6 * 4 * 5)] * 2
