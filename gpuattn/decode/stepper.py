@@ -119,12 +119,12 @@ def hypotheses_of(
     ``normalised``: (B, n). ``limits``: the most tokens of a text, for each sentence; a shorter text
     has ended. All on the host; sentences beyond ``limits`` are left out.
     """
-    count, (_, n, _) = len(limits), texts.shape
+    count, (_, n, room) = len(limits), texts.shape
     ended = lengths[:count] < np.asarray(limits, np.int64)[:, None]
     known = lengths[:count], scores[:count], normalised[:count], ended
     counts, *others = (x.ravel().tolist() for x in known)  # one call each
     longest = max(counts, default=0)
-    tokens = texts[:count, :, :longest].reshape(count * n, longest).tolist()
+    tokens = texts[:count].reshape(count * n, room)[:, :longest].tolist()
     for text, length in zip(tokens, counts, strict=True):
         del text[length:]
     found = list(map(Hypothesis, tokens, *others))
