@@ -25,8 +25,10 @@ SHARED_BYTES = 232448  # of a block: all that Hopper has
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
+WIDE, MOST_WIDE_ROWS = 1024, 16  # from more columns than WIDE on, more rows are faster op by op
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
+WARP_KEYS = 32  # that a warp takes at a time, in attention
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 EMBED, LINEAR, ATTEND = range(3)
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
@@ -64,9 +66,10 @@ def refusal(model: Any, rows: int, room: int) -> str | None:
     """Return why a step of ``rows`` texts of up to ``room`` keys is not one launch, or None."""
     if reason := weights_refusal(model, FILE):
         return reason
-    if rows > MOST_ROWS or rows * room > MOST_KEYS:
+    most = MOST_ROWS if model.config.d_model <= WIDE else MOST_WIDE_ROWS
+    if rows > most or rows * room > MOST_KEYS:
         got = f"there are {rows} rows of up to {room} keys"
-        return f"{got}; up to {MOST_ROWS} rows and {MOST_KEYS} keys in all one launch is faster"
+        return f"{got}; up to {most} rows and {MOST_KEYS} keys in all one launch is faster"
     for layer in layers_of(model):
         own, forward = layer.attention, layer.feed_forward
         if own.rotary or own.normalises:
@@ -227,10 +230,14 @@ class DecoderStep:
     def _attend(self, attention, projection, **fields):
         """Append the attention of what ``projection`` made; return its Stream."""
         heads, kv_heads, warps = attention.heads, attention.kv_heads, WARPS
-        while warps > 1 and self.count * heads * warps > WARPS * self.blocks:
-            warps //= 2
         room, per_beam = fields["keys"].shape[1], 1 / self.state.beam
         split, split_keys = self._split(heads, room)
+        while (
+            warps > 1
+            and not split
+            and (self.count * heads * warps > WARPS * self.blocks or warps * WARP_KEYS >= 2 * room)
+        ):
+            warps //= 2
         shared = {
             "heads": heads, "room": room, "warps": warps, "per_beam": per_beam,
             "counts": fields["counts"], "slots": fields.get("slots"), "split": split,

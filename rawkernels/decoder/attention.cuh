@@ -8,10 +8,10 @@
 // The attention of a row and head by phase.warps warps, each with a range of the keys; or by all warps of several blocks,
 // of which each then has one row and head alone. Logits are products of 16 keys (operand a) and the query (operand b, the
 // same in all 8 columns); a lane has those of the keys g, g + 8, ...
-__device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts) {
+__device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts, int thread) {
     constexpr int WIDTH = 8, LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES;       // of a value; values of a warp at a time
     constexpr int KEYS = HEAD_DIM == 128 ? 16 : 32, TILES = KEYS / 16, PARTS = HEAD_DIM / DEPTH, VALUES = KEYS / GROUPS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int group = lane / LANES, column = lane % LANES * WIDTH;
     const int team = WARPS / phase.warps, part = warp & (phase.warps - 1), heads = phase.heads, units = texts.rows * heads;
     const int split = split_of(phase);

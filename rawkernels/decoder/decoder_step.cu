@@ -11,6 +11,7 @@
 // Launch:    grid = (multiprocessors, a multiple of 1 << shift,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
 //            cooperative: decoder_step
 // Arch: sm_90a
+#include "common/compiler.cuh"
 #include "decoder/attention.cuh"
 #include "decoder/products.cuh"
 
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
     const Texts texts = {tokens, positions, rows, beam, shift};
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers<COPY_REGISTERS>();
-        if (threadIdx.x == CONSUMERS) copy_weights(phases, texts.shift, shared);
+        if (threadIdx.x == CONSUMERS) copy_weights(phases, texts, shared);
         if (threadIdx.x == CONSUMERS + 32) copy_phases(program, phases, shared);
         if (threadIdx.x / 32 == WARPS + 2) prefetch_keys(phases, texts, shared);
         return;
@@ -70,8 +71,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         const Grid grid = {barrier, i * (int)gridDim.x};
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (phase.kind == LINEAR) multiply(phase, shared, grid, slot, texts);
-        else if (phase.kind == ATTEND) attend(phase, shared, grid, texts);
+        // opaque: otherwise the addresses of all kinds of phases are in registers from phase to phase
+        const Shared own = {opaque(dynamic), opaque(shared.ring)};
+        const int thread = opaque((int)threadIdx.x);
+        if (phase.kind == LINEAR) multiply(phase, own, grid, slot, texts, thread);
+        else if (phase.kind == ATTEND) attend(phase, own, grid, texts, thread);
         else embed(phase, texts);
         if (i + 1 < phases) grid.arrive();
         if (threadIdx.x == 0) mbar_arrive(shared.phase_empty(at.stage));  // after a barrier of all that read it

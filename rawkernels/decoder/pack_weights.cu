@@ -4,7 +4,6 @@
 // Launch:    grid = (units,), block = (32 * WARPS,). A block packs the weights of TILE outputs of a layer.
 // Arch: sm_90a
 #include "common/pack.cuh"
-#include "common/reduce.cuh"
 
 constexpr int TILE = 16, WARPS = 8, WIDTH = 8, DEPTH = 32;  // outputs and inputs of a piece; elements of a vector
 
@@ -13,44 +12,69 @@ struct Layer {
     const scalar* gain;    // (inputs,), of the norm, or null: no norm
     const scalar* shift;   // (inputs,), or null: zeros
     const scalar* bias;    // (outputs,), or null: zeros
-    scalar* packed;        // for each TILE outputs: weights (inputs / DEPTH, TILE, DEPTH), rows past `outputs` are zeros;
+    scalar* packed;        // for each TILE outputs: pieces of TILE x DEPTH weights, rows past `outputs` are zeros;
                            // then in float32 sums (TILE,) and offsets (TILE,)
     int outputs, inputs;   // inputs: a multiple of DEPTH
     int first, unused;     // the block that has the first unit
 };
 
+// A piece is two operands a of mma, 16 bytes of each lane: lane 4 g + t has inputs 8 t to 8 t + 3 of rows g and g + 8 in
+// the first, 8 t + 4 to 8 t + 7 in the second. So operand b of both is the vector of inputs 8 t to 8 t + 7.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) pack_weights(
     const Layer* layers,
     const int* owners) {  // (units,): the layer of each
+    __shared__ float2 partial[WARPS][TILE];  // the part of a warp in the sum and the offset of a row
     const Layer layer = layers[owners[blockIdx.x]];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, inputs = layer.inputs, unit = blockIdx.x - layer.first;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, inputs = layer.inputs;
+    const int unit = blockIdx.x - layer.first, row = unit * TILE + g;
     scalar* packed = layer.packed + (long long)unit * TILE * (inputs + 4);
-    float* sums = reinterpret_cast<float*>(packed + TILE * inputs);
-    for (int inside = warp; inside < TILE; inside += WARPS) {
-        const int row = unit * TILE + inside;
+    float2 all[2] = {};
+    for (int k = warp * DEPTH + t * WIDTH; k < inputs; k += WARPS * DEPTH) {
+        float rows[2][WIDTH] = {}, gain[WIDTH], shift[WIDTH];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (row + 8 * i < layer.outputs)
+                unpack(rows[i], load_pack<WIDTH>(layer.weight + (long long)(row + 8 * i) * inputs + k));
+        if (layer.shift) {
+            unpack(shift, load_pack<WIDTH>(layer.shift + k));
+#pragma unroll
+            for (int i = 0; i < 2 * WIDTH; ++i) all[i / WIDTH].y += rows[i / WIDTH][i % WIDTH] * shift[i % WIDTH];
+        }
+        if (layer.gain) {
+            unpack(gain, load_pack<WIDTH>(layer.gain + k));
+#pragma unroll
+            for (int i = 0; i < 2 * WIDTH; ++i) {
+                float& x = rows[i / WIDTH][i % WIDTH];
+                x = (float)scalar(x * gain[i % WIDTH]);
+                all[i / WIDTH].x += x;  // of the rounded weights, so that V x - mean * sums cancels what they share
+            }
+        }
+        scalar* to = packed + k / DEPTH * TILE * DEPTH + lane * WIDTH;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float(&low)[WIDTH] = rows[0], (&high)[WIDTH] = rows[1];
+            const int i = 4 * half;
+            store_pack(to + half * TILE * DEPTH / 2,
+                       {low[i], low[i + 1], high[i], high[i + 1], low[i + 2], low[i + 3], high[i + 2], high[i + 3]});
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int other = 1; other < 4; other <<= 1) {
+            all[i].x += __shfl_xor_sync(~0u, all[i].x, other);
+            all[i].y += __shfl_xor_sync(~0u, all[i].y, other);
+        }
+        if (t == 0) partial[warp][g + 8 * i] = all[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < TILE) {
         float sum = 0, offset = 0;
-        for (int k = lane * WIDTH; k < inputs; k += 32 * WIDTH) {
-            float values[WIDTH] = {}, other[WIDTH];
-            if (row < layer.outputs) unpack(values, load_pack<WIDTH>(layer.weight + (long long)row * inputs + k));
-            if (layer.shift) {
-                unpack(other, load_pack<WIDTH>(layer.shift + k));
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) offset += values[i] * other[i];
-            }
-            if (layer.gain) {
-                unpack(other, load_pack<WIDTH>(layer.gain + k));
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) {
-                    values[i] = (float)scalar(values[i] * other[i]);
-                    sum += values[i];  // of the rounded weights, so that V x - mean * sums cancels what they share
-                }
-            }
-            store_pack(packed + ((k / DEPTH) * TILE + inside) * DEPTH + k % DEPTH, values);
-        }
-        sum = warp_reduce(sum, Sum()), offset = warp_reduce(offset, Sum());
-        if (lane == 0) {
-            sums[inside] = sum;
-            sums[TILE + inside] = offset + (layer.bias && row < layer.outputs ? (float)layer.bias[row] : 0.f);
-        }
+        for (int w = 0; w < WARPS; ++w) sum += partial[w][threadIdx.x].x, offset += partial[w][threadIdx.x].y;
+        const int of = unit * TILE + threadIdx.x;
+        float* sums = reinterpret_cast<float*>(packed + TILE * inputs);
+        sums[threadIdx.x] = sum;
+        sums[TILE + threadIdx.x] = offset + (layer.bias && of < layer.outputs ? (float)layer.bias[of] : 0.f);
     }
 }

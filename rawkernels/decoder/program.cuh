@@ -47,7 +47,9 @@ constexpr int PIECES = ROWS == 32 ? 2 : 4;                      // of a stage fo
 constexpr int STAGE_BYTES = PIECES * WARPS * PIECE * 2;
 constexpr int SLOT_BYTES = STAGE_BYTES + TAIL_BYTES;
 constexpr int COLUMNS = ROWS / 8;                               // operands b
-constexpr int UNITS = 2;                                        // that a block multiplies at a time
+constexpr int UNITS = ROWS == 8 ? 4 : 2;                        // whose sums a block adds and stores at a time
+constexpr int LOADING = 32768 / STAGE_BYTES;                     // stages of weights on their way at a time
+constexpr int STATES = ROWS == 8 ? 3 : 2;                       // stages of states in registers
 constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
 constexpr int PARTIAL = WARPS * TILE * PITCH;                   // partial sums of a unit, in floats
 constexpr int PHASES = 4;                                       // in shared memory
@@ -74,7 +76,15 @@ struct Shared {
 struct Texts {
     const int *tokens, *positions;  // (rows,): the last token of each row, its position
     int rows, beam, shift;          // beam: rows of a sentence; 1 << shift groups of ROWS rows
+    // 0, which the compiler does not know: see freed.
+    __device__ u32 zero() const { return (u32)beam >> 31; }
 };
+
+// The address of a barrier to arrive at when `loaded` has been loaded from the memory that the arrival frees. An arrival can
+// overtake a load of shared memory that waits behind loads of global memory, and the next copy overwrites what the load
+// should find. So the address depends on what was loaded.
+__device__ u32 freed(u32 bar, u32 loaded, const Texts& texts) { return bar + (loaded & texts.zero()); }
+__device__ u32 bits(float2 x) { return __float_as_uint(x.x) | __float_as_uint(x.y); }
 
 __device__ uint4 load_states(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
 __device__ void sync_consumers() { bar_sync(1, CONSUMERS); }
@@ -135,28 +145,31 @@ __device__ void copy_phases(const Phase* program, int phases, const Shared& shar
     }
 }
 
-__device__ void copy_weights(int phases, int shift, const Shared& shared) {
-    PipelineState<SLOTS> slot;
+// What is read and written for a barrier of the grid waits behind the weights on their way to the multiprocessor, so
+// there are 32 KB of them at a time; more where a phase takes so long that its barrier does not matter.
+__device__ void copy_weights(int phases, const Texts& texts, const Shared& shared) {
+    const int shift = texts.shift;
+    PipelineState<SLOTS> slot, oldest;  // oldest: of the stages on their way
     PipelineState<PHASES> at;
+    int loading = 0;
     for (int i = 0; i < phases; ++i, at.next()) {
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
         const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << shift : 0;
-        const int bytes = phase.inputs * TILE * 2;
+        const int bytes = phase.inputs * TILE * 2, most = units > 2 * UNITS * gridDim.x ? SLOTS : LOADING;
         const char* weights = reinterpret_cast<const char*>(phase.weights);
         const int first = first_unit(phase);
-        mbar_arrive(shared.phase_empty(at.stage));
-        for (int unit = first; unit < units; unit += UNITS * gridDim.x) {
-            const int here = unit + gridDim.x < units ? UNITS : 1;
+        mbar_arrive(freed(shared.phase_empty(at.stage), units | bytes | first | (u32)(size_t)weights, texts));
+        for (int unit = first; unit < units; unit += gridDim.x) {
             const char* from = weights + (long long)(unit >> shift) * (bytes + TAIL_BYTES);
-            const long long next = (long long)(gridDim.x >> shift) * (bytes + TAIL_BYTES);
-            for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES)
-                for (int u = 0; u < here; ++u, slot.next()) {
-                    const u32 size = left <= STAGE_BYTES ? left + TAIL_BYTES : STAGE_BYTES, full = shared.full(slot.stage);
-                    mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
-                    mbar_expect(full, size);
-                    bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + u * next, size, full);
-                }
+            for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES, slot.next()) {
+                const u32 size = left <= STAGE_BYTES ? left + TAIL_BYTES : STAGE_BYTES, full = shared.full(slot.stage);
+                mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
+                for (; loading >= most; --loading, oldest.next()) mbar_wait(shared.full(oldest.stage), oldest.parity);
+                ++loading;
+                mbar_expect(full, size);
+                bulk_load(shared.ring + slot.stage * SLOT_BYTES, from, size, full);
+            }
         }
     }
 }

@@ -192,20 +192,20 @@ def test_bits_depend_neither_on_the_order_of_events_nor_on_other_rows():
     assert beside.tobytes() == again.tobytes()
 
 
+WAIT = "mbar_wait(shared.full(slot.stage), slot.parity);\n"
+RELEASE = "__syncwarp();\n                release(freed"
 # None that makes a wait spin for ever: the emulator takes minutes to report that.
-MISTAKES = {  # file, what is replaced, by what
-    "no wait for the grid before a matmul": ("products.cuh", "if (first) grid.wait();", ""),
-    "no wait for the grid before attention": (
-        "attention.cuh", "if (!waited) grid.wait();", ""
-    ),
+MISTAKES = {  # file, (what is replaced, by what) ...
+    "no wait for the grid before a matmul": ("products.cuh", ("if (first) grid.wait();", "")),
+    "no wait for the grid before attention": ("attention.cuh", ("if (!waited) grid.wait();", "")),
     "no barrier between partial sums and their sum": (
-        "products.cuh", "sync_consumers();\n        float mean", "float mean"
+        "products.cuh", ("sync_consumers();\n        float mean", "float mean")
     ),
-    "no wait for the weights": (
-        "products.cuh", "mbar_wait(shared.full(slot.stage), slot.parity);", ""
+    "weights are read before the wait for them": (
+        "products.cuh", (WAIT, "\n"), (RELEASE, WAIT + RELEASE)
     ),
     "fewer bytes expected than copied": (
-        "program.cuh", "mbar_expect(full, size);", "mbar_expect(full, size - 16);"
+        "program.cuh", ("mbar_expect(full, size);", "mbar_expect(full, size - 16);")
     ),
 }  # fmt: skip
 
@@ -213,12 +213,14 @@ MISTAKES = {  # file, what is replaced, by what
 @pytest.mark.parametrize("name", sampled(MISTAKES, 2))
 def test_mistakes_are_found(name, monkeypatch, tmp_path):
     """Each is found by at least one order of events."""
-    file, there, instead = MISTAKES[name]
+    file, *replaced = MISTAKES[name]
     root = tmp_path / "rawkernels"
     shutil.copytree(kernels.ROOT, root)
     text = (root / "decoder" / file).read_text()
-    assert text.count(there) == 1
-    (root / "decoder" / file).write_text(text.replace(there, instead))
+    for there, instead in replaced:
+        assert text.count(there) == 1
+        text = text.replace(there, instead)
+    (root / "decoder" / file).write_text(text)
     monkeypatch.setattr(kernels, "ROOT", root)
     monkeypatch.setattr(emulator, "library", emulator.library.__wrapped__)
     case, found = Case(3, 1, {"bias": False}), False
