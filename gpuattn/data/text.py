@@ -120,7 +120,7 @@ def encode_pairs(
 
 
 def read_language_model(path: StrPath, digests: dict[str, str] | None = None) -> str:
-    """Return the text of a file, plain or ``.gz``, as one string, line ends as they are.
+    """Return the text of a file, plain or ``.gz``, as one string, each line end as ``\\n``.
 
     ``digests``: a dict that gets {path: SHA-256 of the text, unpacked}.
     Raises DataError for a missing, empty, damaged or non-UTF-8 file.
@@ -128,10 +128,15 @@ def read_language_model(path: StrPath, digests: dict[str, str] | None = None) ->
     parts = []
     for number, raw in enumerate(raw_lines(path, -1, digests), 1):
         parts.append(decode_line(path, number, raw))
-    text = "".join(parts)
+    text = one_line_end("".join(parts))
     if not text.strip():
         raise DataError(f"{path} is empty; accepted: a text file")
     return text
+
+
+def one_line_end(text: str) -> str:
+    """Return a text with ``\\n`` for each ``\\r\\n``, the line end of Windows."""
+    return text.replace("\r\n", "\n")
 
 
 def read_raw_lines(path: StrPath) -> list[bytes]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,16 @@ def test_lines_of_a_store_are_those_of_its_text(config, tmp_path):
     assert other.store is not None and one.epoch_tokens() == other.epoch_tokens()
     for a, b in zip(one.loader(0).epoch(0), other.loader(0).epoch(0), strict=True):
         assert len(a.tokens) == len(b.tokens)
+
+
+def test_line_ends_of_windows_are_no_tokens(config, tmp_path):
+    text = Path(config.lm).read_text()
+    (tmp_path / "windows").write_bytes(text.replace("\n", "\r\n").encode())
+    one, other = (
+        MaskedCorpus(dataclasses.replace(config, lm=path))
+        for path in (config.lm, str(tmp_path / "windows"))
+    )
+    assert np.array_equal(one._train.flat, other._train.flat)
 
 
 def test_characters_without_line_ends_are_cut_into_parts(config, tmp_path):

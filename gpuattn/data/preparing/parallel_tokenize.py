@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.data.preparing.encoder import new_encoder
-from gpuattn.data.text import MAX_LENGTH, decode_line
+from gpuattn.data.text import MAX_LENGTH, decode_line, one_line_end
 from gpuattn.data.tokenizer import EOS, tokenizer_from_bytes
 from gpuattn.errors import DataError
 
@@ -75,7 +75,7 @@ class Worker:
         return {"text": self._text, "rows": self._rows, "pairs": self._pairs}[job.kind](job)
 
     def _text(self, job):
-        text = _decoded(job, 0)
+        text = one_line_end(_decoded(job, 0))
         counts = {"lines": text.count("\n"), "characters": len(text)}
         return Tokens((self._encoded(job, job.line, text),), (_NO_ENDS,), None, counts, {})
 
@@ -86,7 +86,7 @@ class Worker:
         for number, line in enumerate(_lines(_decoded(job, 0)), job.line):
             if not line.strip():
                 continue
-            text = _text_of_row(job, number, line)
+            text = one_line_end(_text_of_row(job, number, line))
             ids = self._encoded(job, number, text)
             ended = text.endswith("\n") and not self.rules.documents
             found += [ids] if ended else [ids, end]

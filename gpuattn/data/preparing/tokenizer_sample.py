@@ -9,7 +9,7 @@ import numpy as np
 from gpuattn.data.preparing.encoder import LAST_CODE, code_points
 from gpuattn.data.preparing.plan import Plan
 from gpuattn.data.preparing.sources import BLOCK, STANDARD, Reader, Source, spread
-from gpuattn.data.text import pieces
+from gpuattn.data.text import one_line_end, pieces
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 
@@ -78,7 +78,7 @@ def _lines(source: Source, chunk: bytes) -> Iterator[str]:
 def _texts(source, chunk):
     """Yield the texts of a chunk. What cannot be read is left out: the tokens come from a second
     reading, which names file and line."""
-    text = chunk.decode(errors="ignore")
+    text = one_line_end(chunk.decode(errors="ignore"))
     if not source.is_rows:
         yield text
         return
@@ -86,6 +86,6 @@ def _texts(source, chunk):
         try:
             row = json.loads(line)
             found = row if isinstance(row, str) else row[source.field or "text"]
-            yield str(found).encode(errors="ignore").decode()
+            yield one_line_end(str(found).encode(errors="ignore").decode())
         except (ValueError, LookupError, TypeError):
             continue

@@ -97,6 +97,21 @@ def test_characters_are_cut_anywhere(write, made):
     assert tokens(store) == CharTokenizer.train([text]).encode(text)
 
 
+@pytest.mark.parametrize("tokenizer", ["chars", SUBWORDS])
+def test_line_ends_of_windows(write, made, tokenizer):
+    """Also where a block ends between their two bytes, and in a document."""
+    text, document = "ab\n" * 133 + TEXT, json.dumps({"text": "a\r\nb"})
+    contents = {
+        "a.txt": text, "b.txt": text.replace("\n", "\r\n"),
+        "c.jsonl": document.replace("\\r", ""), "d.jsonl": document,
+    }  # fmt: skip
+    stores = {
+        name: tokens(made(write(name, content), out=name[0], tokenizer=tokenizer))
+        for name, content in contents.items()
+    }
+    assert stores["a.txt"] == stores["b.txt"] and stores["c.jsonl"] == stores["d.jsonl"]
+
+
 def zstd(data):
     return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(data)
 
