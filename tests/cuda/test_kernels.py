@@ -124,10 +124,10 @@ def test_dependent_kernels_wait_before_anything_else(nvrtc, nvdisasm, file, resu
 
 
 def unused_before_arrival(instructions):
-    """Return what is loaded from shared memory before an arrival that none waits for.
+    """Return the loads of shared memory whose value no instruction needs before the next arrival.
 
-    Of a warp's arrivals at barriers (``A1T0``): an arrival can overtake a load of shared memory
-    that waits behind others, unless an instruction between them needs the loaded value.
+    Arrivals are a warp's at a barrier in shared memory (``A1T0``). Such an arrival can overtake the
+    load, so that the memory is overwritten before it is read.
     """
     found, loads = [], {}
     for text in instructions:
@@ -145,9 +145,10 @@ def unused_before_arrival(instructions):
 
 
 def test_what_is_loaded_is_there_before_its_memory_is_free(nvrtc, nvdisasm):
-    for constants in kernels.variants("decoder/decoder_step.cu")[:2]:
-        text = kernels.source_text("decoder/decoder_step.cu", **constants)
-        (instructions,) = compiled.instructions(text, "sm_90a", "decoder/decoder_step.cu").values()
+    file = "decoder/decoder_step.cu"
+    for constants in kernels.variants(file)[:2]:
+        text = kernels.source_text(file, **constants)
+        (instructions,) = compiled.instructions(text, "sm_90a", file).values()
         assert sum("A1T0" in text for text in instructions) > 2
         assert not unused_before_arrival(instructions)
 
@@ -161,9 +162,7 @@ def test_a_load_that_an_arrival_can_overtake_is_detected(nvrtc, nvdisasm, tmp_pa
     monkeypatch.setattr(kernels, "ROOT", tmp_path / "rawkernels")
     monkeypatch.setattr(compiler, "ROOT", tmp_path / "rawkernels")
     monkeypatch.setattr(kernels, "_headers_digest", kernels._headers_digest.__wrapped__)
-    first = kernels.variants("decoder/decoder_step.cu")[0]
-    text = kernels.source_text("decoder/decoder_step.cu", **first)
-    (instructions,) = compiled.instructions(text, "sm_90a", "decoder/decoder_step.cu").values()
+    (instructions,) = compiled.hopper_instructions("decoder/decoder_step.cu").values()
     assert unused_before_arrival(instructions)
 
 

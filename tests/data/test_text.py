@@ -143,7 +143,7 @@ def test_encode_pairs(write):
 
 def test_language_model_text(write):
     text = "First Citizen:\r\n\r\n  Before we proceed\u2028any further\n"
-    found = text.replace("\r\n", "\n")
-    assert read_language_model(write("a.txt", text)) == found
-    assert read_language_model(write("a.txt.gz", "\ufeff" + text)) == found
+    wanted = text.replace("\r\n", "\n")
+    assert read_language_model(write("a.txt", text)) == wanted
+    assert read_language_model(write("a.txt.gz", "\ufeff" + text)) == wanted
     assert read_language_model(write("a.txt", "one\rline\n")) == "one\rline\n"

@@ -240,15 +240,15 @@ def _without_mark(blocks):
 
 
 def _cut_anywhere(blocks):
-    """Cut before a character that is not whole, or a carriage return, which may begin a line end:
-    at most three bytes go into the next chunk."""
+    """Cut before a character that is not whole, or before a carriage return at the end, as a line
+    feed may follow it: at most three bytes go into the next chunk."""
     rest = b""
     for block in blocks:
         chunk = rest + block
         begin = next((i for i in range(1, min(4, len(chunk)) + 1) if chunk[-i] & 0xC0 != 0x80), 0)
         head = chunk[-begin] if begin else 0
-        pair = head >= 0xC0 or head == ord("\r")
-        size = 4 if head >= 0xF0 else 3 if head >= 0xE0 else 2 if pair else 1
+        two_bytes = head >= 0xC0 or head == ord("\r")
+        size = 4 if head >= 0xF0 else 3 if head >= 0xE0 else 2 if two_bytes else 1
         keep = begin if size > begin else 0
         chunk, rest = chunk[: len(chunk) - keep], chunk[len(chunk) - keep :]
         if chunk:

@@ -78,9 +78,9 @@ def _lines(source: Source, chunk: bytes) -> Iterator[str]:
 def _texts(source, chunk):
     """Yield the texts of a chunk. What cannot be read is left out: the tokens come from a second
     reading, which names file and line."""
-    text = one_line_end(chunk.decode(errors="ignore"))
+    text = chunk.decode(errors="ignore")
     if not source.is_rows:
-        yield text
+        yield one_line_end(text)
         return
     for line in text.split("\n"):
         try:
