@@ -51,7 +51,11 @@ class PromptCache:
 
     def extend(self, k: Any, v: Any) -> tuple[Any, Any]:
         """Store k and v (prompts, T, Hk, D) as the first ones; return them."""
+        self.store(k, v)
+        return k, v
+
+    def store(self, k: Any, v: Any) -> None:
+        """Store k and v (prompts, T, Hk, D) as the first ones."""
         packed = [raw(x).reshape(-1, *x.shape[2:]) for x in (k, v)]
         tables = self.cache.k, self.cache.v
         store_rows(list(zip(tables, packed, strict=True)), self.starts, self.places, k.shape[1])
-        return k, v

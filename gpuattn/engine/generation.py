@@ -217,7 +217,7 @@ class Generation:
         if before.size:  # keys past the end of a prompt are overwritten before they are read
             caches = [PromptCache(cache, starts, places) for cache in self.caches]
             with self.model.evaluating():
-                self.model.states(before.reshape(self.shape[1:]), caches=caches)
+                self.model.fill(before.reshape(self.shape[1:]), caches=caches)
 
     def stop(self, slots: Sequence[int]) -> None:
         """End the texts in ``slots`` as they are."""

@@ -171,7 +171,7 @@ class LookupSearch:
         tokens, _ = self._loaded()
         prompts = [PromptCache(cache, rows_at, self._places) for cache in self.caches]
         with self.model.evaluating():
-            self.model.states(tokens, caches=prompts)
+            self.model.fill(tokens, caches=prompts)
 
     def step(self) -> None:
         """Find the tokens that the model would take behind each of the loaded ones."""

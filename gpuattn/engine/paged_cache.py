@@ -149,10 +149,8 @@ class PromptReads:
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         """Store k and v (n, T, Hk, D); return the causal attention of ``q`` (n, T, H, D)."""
+        self.store(k, v)
         reach, stores = self.reach, (self.cache.k, self.cache.v)
-        packed = [raw(x).reshape(-1, *x.shape[2:]) for x in (k, v)]
-        pairs = list(zip(stores, packed, strict=True))
-        store_rows(pairs, reach.firsts, reach.pages, min(PAGE, q.shape[1]))
         if reach.seen is None:
             return flash_attention(q, k, v, causal=True)
         shape = len(reach.seen), *self.cache.k.shape[1:]
@@ -164,6 +162,12 @@ class PromptReads:
             return flash_attention(q, k[None, : reach.keys], v[None, : reach.keys], causal=True)
         packed_q = raw(q).reshape(-1, *q.shape[2:])
         return flash_attention(packed_q, k, v, causal=True, **reach.offsets).reshape(q.shape)
+
+    def store(self, k: Any, v: Any) -> None:
+        """Store k and v (n, T, Hk, D)."""
+        packed = [raw(x).reshape(-1, *x.shape[2:]) for x in (k, v)]
+        pairs = list(zip((self.cache.k, self.cache.v), packed, strict=True))
+        store_rows(pairs, self.reach.firsts, self.reach.pages, min(PAGE, k.shape[1]))
 
 
 def _slice(pages: np.ndarray) -> Sequence[int] | slice | np.ndarray:

@@ -205,7 +205,7 @@ class PagedGeneration(Generation):
     def _compute(self, tokens, positions, reach):
         caches = [PromptReads(cache, reach) for cache in self.caches]
         with self.model.evaluating():
-            self.model.states(tokens, positions, caches=caches)
+            self.model.fill(tokens, positions, caches=caches)
 
 
 def _by_round(arrays):

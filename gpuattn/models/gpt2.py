@@ -21,7 +21,7 @@ from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, normal
 from gpuattn.nn.norm import LayerNorm
-from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
+from gpuattn.nn.transformer import TransformerEncoderLayer, fill_caches, run_layers
 from gpuattn.ops.linear.linear import linear
 from gpuattn.typing import Array
 from gpuattn.units import AUTO, shown
@@ -130,16 +130,28 @@ class GPT2(Module):
         ``cu_seqlens`` and ``max_seqlen``, up to ``block``, and give (tokens, d_model).
         Raises ValueError for a text longer than ``block``.
         """
+        x = self._embedded(tokens, positions, order, max_seqlen)
+        return run_layers(
+            self.layers, self.norm, x, caches=caches, positions=positions, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, recompute=self.checkpoint != "none",
+        )  # fmt: skip
+
+    def fill(self, tokens: Array, positions: Array | None = None, *, caches: list[Any]) -> None:
+        """Store the keys and values of int tokens (B, T) in ``caches``, one for each layer.
+
+        Arguments and errors: those of ``states``, which stores the same, but for the rounding of
+        one product: of the last layer only keys and values are computed here.
+        """
+        fill_caches(self.layers, self._embedded(tokens, positions), caches, positions)
+
+    def _embedded(self, tokens, positions, order=None, max_seqlen=None):
+        """Return the input of the first layer; arguments and errors: those of ``states``."""
         tokens = as_array(raw(tokens), "GPT2", "tokens")
         length = max_seqlen or tokens.shape[-1]
         if length > self.config.block:
             got, accepted = f"{length} tokens", f"up to block, {self.config.block}"
             raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))
-        x = self.embedding(tokens, positions, order=order)
-        return run_layers(
-            self.layers, self.norm, x, caches=caches, positions=positions, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, recompute=self.checkpoint != "none",
-        )  # fmt: skip
+        return self.embedding(tokens, positions, order=order)
 
     def head(self, states: Array) -> Any:
         """Return (..., padded vocabulary) for states (..., d_model)."""

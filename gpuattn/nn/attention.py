@@ -95,14 +95,19 @@ class KeyValueCache:
 
         Views; with ``slots``, copies.
         """
-        end = self._end(k)
-        self.k[:, self.length : end] = tape.raw(k)
-        self.v[:, self.length : end] = tape.raw(v)
-        self._set_length(end)
+        self.store(k, v)
+        end = self.length
         if self.slots is None:
             return self.k[:, :end], self.v[:, :end]
         rows, keys = self.slots[0, :, :end], get_xp(self.k).arange(end)
         return self.k[rows, keys], self.v[rows, keys]
+
+    def store(self, k: Array, v: Array) -> None:
+        """Append k and v (N, T, Hk, D)."""
+        end = self._end(k)
+        self.k[:, self.length : end] = tape.raw(k)
+        self.v[:, self.length : end] = tape.raw(v)
+        self._set_length(end)
 
     def decodes(self, q: Array) -> bool:
         """Return whether ``attend`` accepts the queries (N, T, H, D)."""
@@ -281,14 +286,7 @@ class MultiHeadAttention(Module):
         """
         joined = *x.shape[:-1], self.heads * self.head_dim
         if memory is None:
-            counts = (self.heads, self.kv_heads, self.kv_heads)
-            q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
-            if self.normalises:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if self.rotary:
-                q, k = rotary(q, k, positions, donate=True, **self.rates)
-                if self._rotary_scale != 1:
-                    q = q * self._rotary_scale**2  # the products are then as of both scaled
+            q, k, v = self._projected(x, positions, self.heads)
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
                 return cache.attend(q, k, v).reshape(joined)
@@ -313,6 +311,26 @@ class MultiHeadAttention(Module):
             deterministic=self.deterministic, **offsets,
         )  # fmt: skip
         return out.reshape(joined)
+
+    def store(self, x: Any, cache: Any, positions: Array | None = None) -> None:
+        """Store the keys and values of x (B, T, width) in ``cache``, and compute nothing else.
+
+        They are those that ``attend`` stores there, but for the rounding of a narrower product.
+        """
+        _, k, v = self._projected(x, positions, 0)
+        cache.store(k, v)
+
+    def _projected(self, x, positions, heads):
+        """Return the queries of ``heads`` heads, all or none, and the keys and values of x."""
+        qkv = self.qkv(x, first=(self.heads - heads) * self.head_dim)
+        q, k, v = split_heads(qkv, (heads, self.kv_heads, self.kv_heads), self.head_dim)
+        if self.normalises:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary:
+            q, k = rotary(q, k, positions, donate=True, **self.rates)
+            if self._rotary_scale != 1:
+                q = q * self._rotary_scale**2  # the products are then as of both scaled
+        return q, k, v
 
     def project(self, memory: Any) -> tuple[Any, Any]:
         """Return the keys and values (..., Hk, D) of a memory (..., width)."""

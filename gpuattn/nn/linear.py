@@ -36,8 +36,12 @@ class Linear(Module):
         self.bias = constant(0, outputs) if bias else None
         self.activation = activation
 
-    def __call__(self, x: Any) -> Any:
-        return linear(x, self.weight, self.bias, activation=self.activation)
+    def __call__(self, x: Any, first: int = 0) -> Any:
+        """Return the outputs from number ``first`` on: (..., outputs - first)."""
+        weight, bias = self.weight, self.bias
+        if first:
+            weight, bias = weight[first:], None if bias is None else bias[first:]
+        return linear(x, weight, bias, activation=self.activation)
 
 
 class FeedForward(Module):

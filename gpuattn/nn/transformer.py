@@ -198,3 +198,19 @@ def run_layers(
         step = partial(layer.step, following=following[i], **own, **context)
         n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n
+
+
+def fill_caches(
+    layers: Sequence[Any], x: Array, caches: list[Any], positions: Array | None = None
+) -> None:
+    """Store the keys and values in ``caches``, one for each layer, that ``run_layers`` would.
+
+    Of the last layer nothing else is computed: nobody reads its output.
+    """
+    *before, last = layers
+    if before:
+        norm = last.norms[0] if last.pre_norm else None
+        n = run_layers(before, norm, x, caches=caches[:-1], positions=positions)
+    else:
+        n, _ = last.enter(x)
+    last.attention.store(n, caches[-1], positions)

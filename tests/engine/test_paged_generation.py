@@ -171,11 +171,11 @@ def test_the_bits_of_texts_that_share_nothing(monkeypatch, seed):
 
 def test_what_is_computed(model, monkeypatch):
     """A beginning once, the rest of equal prompts once, and what is known not at all."""
-    counted, states = [], type(model).states
+    counted, fill = [], type(model).fill
     monkeypatch.setattr(
-        type(model), "states",
+        type(model), "fill",
         lambda self, tokens, *args, **given: (
-            counted.append(tokens.size), states(self, tokens, *args, **given),
+            counted.append(tokens.size), fill(self, tokens, *args, **given),
         )[1],
     )  # fmt: skip
     rng, xp = np.random.default_rng(2), get_xp(model.parameters()[0].data)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from gpuattn import nn
-from gpuattn.nn.transformer import run_layers
+from gpuattn.autodiff.tape import no_grad
+from gpuattn.nn.transformer import fill_caches, run_layers
 
 CU = np.array([0, 3, 4, 9], np.int32)
 PACKED = {"cu_seqlens": CU, "max_seqlen": 5}
@@ -63,6 +64,21 @@ def test_a_stack_equals_its_layers_one_by_one(rng, norm, p):
     want = final(want) if final else want
     got = run_layers(layers, final, x, **PACKED)
     np.testing.assert_allclose(got.data, want.data, atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_caches_are_filled_without_the_rest_of_the_last_layer(rng, norm, count):
+    layers = [encoder(rng, norm=norm, causal=True, kv_heads=2).eval() for _ in range(count)]
+    x = tokens(rng, 2, 6)
+    stored, want = ([layer.attention.new_cache(2, 6) for layer in layers] for _ in range(2))
+    with no_grad():
+        run_layers(layers, None, x, caches=want)
+        fill_caches(layers, x, stored)
+    for one, other in zip(stored, want, strict=True):
+        np.testing.assert_allclose(one.k, other.k, atol=1e-6)
+        np.testing.assert_allclose(one.v, other.v, atol=1e-6)
+        assert one.length == 6
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -66,6 +66,18 @@ def test_equals_the_formula_at_any_position(name, where, rng):
 
 
 @pytest.mark.parametrize("name, where", HERE)
+def test_keys_alone(name, where, rng):
+    """With queries of no heads, where they lie side by side."""
+    xp = module_named(where)
+    x = xp.asarray(rng.standard_normal((2, 5, 6, 32)).astype(np.float32))
+    q, k = x[..., :0, :], x[..., :2, :]
+    _, want = rotary(x, k, impl=name)
+    none, got = rotary(q, k, donate=True, impl=name)
+    assert none.shape == (2, 5, 0, 32) and got is k
+    np.testing.assert_array_equal(to_cpu(got), to_cpu(want))
+
+
+@pytest.mark.parametrize("name, where", HERE)
 def test_frequencies_of_its_own(name, where, rng):
     xp = module_named(where)
     q, k = (x.astype(np.float32) for x in draw(rng, (9,), 4, 2, 12))
