@@ -54,6 +54,15 @@ def decoder_weights(config: Any) -> int:
     return config.layers * sum(_weights(config)) + config.d_model * config.vocab
 
 
+def prompt_weights(config: Any) -> int:
+    """Return how many weights of linear layers a token of a prompt meets before generation.
+
+    Of the last layer those of keys and values: nobody reads its result.
+    """
+    queries, keys, feed_forward = _weights(config)
+    return config.layers * keys + (config.layers - 1) * (queries + feed_forward)
+
+
 def layer_weights(config: Any) -> int:
     """Return how many numbers the matrices in the layers of a ModelConfig's model hold."""
     queries, keys, feed_forward = _weights(config)

@@ -93,6 +93,17 @@ def test_the_floor_of_a_text_step_is_that_of_the_note():
     assert one.bytes - fewer == pytest.approx(38e6 * 11 / 12 + 11 / 12 * 2 * 768**2 * 24, rel=0.02)
 
 
+def test_the_floor_of_prompts_has_keys_and_values_alone_in_the_last_layer():
+    """Counted by hand: d = 4, hidden = 16; the last token belongs to the first step."""
+    config = replace(MODELS["toy-gpt"], d_model=4, heads=1, layers=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_cases, "MODELS", {"here": config})
+        before = Decoding("here", (5, 7, 2), "D").before()
+    weights = 3 * 2 * 16 + 2 * (2 * 16 + 2 * 64)
+    assert before.flops == 2 * weights * 5 * 6 + 4 * 4 * 2 * 5 * 36 / 2
+    assert before.bytes == 2 * weights + 5 * 6 * 3 * 2 * 4 * 2
+
+
 def test_a_batch_of_free_lengths_reads_weights_for_many():
     one = replace(FREE.case, shape=(1, 27, 27))
     whole, own = FREE.case.steps(), one.steps()

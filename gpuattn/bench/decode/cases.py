@@ -17,7 +17,7 @@ import numpy as np
 from gpuattn.bench.cases import Cell
 from gpuattn.data.tokenizer import EOS, PAD, UNK
 from gpuattn.models import GPT2Config, TranslationConfig
-from gpuattn.models.flops import decoder_weights, encoder_decoder_weights
+from gpuattn.models.flops import decoder_weights, encoder_decoder_weights, prompt_weights
 
 FIRST_WORD = UNK + 1  # the least token of a source or prompt
 BANNED = PAD, EOS  # in translations: so all have the length that is asked for
@@ -124,7 +124,7 @@ class Decoding:
             weights, pairs = encoder_decoder_weights(c)[0], c.layers[0] * (given**2).sum()
         else:
             given = given - 1  # the last token of a prompt belongs to the first step
-            weights, pairs = c.layer_weights(), c.layers * (given**2).sum() / 2
+            weights, pairs = prompt_weights(c), (c.layers - 1) * (given**2).sum() / 2
         products = weights * given.sum()
         moved = weights * size + given.sum() * self._kept_bytes()
         return Work(2.0 * products + 4.0 * width * pairs, float(moved))
