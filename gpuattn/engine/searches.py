@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
-from gpuattn.nn.module import Tensors
+from gpuattn.nn.tensors import Tensors
 from gpuattn.runtime.graphs import Replays
 
 MAX_TOKENS = 1 << 19  # cached tokens, beams x their room, of all searches

@@ -5,7 +5,6 @@ import contextvars
 import fnmatch
 import inspect
 import itertools
-import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -66,7 +65,7 @@ class Module(Counted):
     def parameters(self) -> list[Tensor]:
         """Return the parameters as a list, each once."""
         found: dict[int, Tensor] = {}
-        self._collect(found, [])
+        self._collect(found, [], [])
         return [tensor for tensor in found.values() if tensor.requires_grad]
 
     def modules(self) -> Iterator[tuple[str, "Module"]]:
@@ -263,26 +262,26 @@ class Module(Counted):
             else:
                 yield name, value
 
-    def _collect(self, found, held):
+    def _collect(self, found, attributes, containers):
         """Put every Tensor inside this module into ``found``, by id, in the order of ``_find``.
 
-        ``held``: gets what was looked through: the attributes of modules, and containers there.
+        ``attributes``, ``containers``: get what was looked through, those of modules and there.
         """
         values = vars(self).values()
-        held.append(values)
+        attributes.append(values)
         for value in values:
             if type(value) in SETTINGS:
                 continue
             if isinstance(value, dict | list | tuple):
                 inside = value.values() if isinstance(value, dict) else value
-                held.append(inside)
+                containers.append(inside)
             else:
                 inside = (value,)
             for one in inside:
                 if isinstance(one, Tensor):
                     found.setdefault(id(one), one)
                 elif isinstance(one, Module):
-                    one._collect(found, held)
+                    one._collect(found, attributes, containers)
 
     def _find(self, prefix, kind):
         """Yield (path, value) of every ``kind`` inside this module, depth first."""
@@ -291,33 +290,6 @@ class Module(Counted):
                 yield f"{prefix}{name}", value
             if isinstance(value, Module):
                 yield from value._find(f"{prefix}{name}.", kind)
-
-
-class Tensors:
-    """The Tensors inside ``module``, each once, for those who ask again and again.
-
-    A later call looks for them only where an attribute or an element of a container was replaced
-    since, added or removed. What was found is kept until then.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._held: list = []
-        self._known: list = []  # what ``_held`` holds
-        self._found: list[Tensor] = []
-
-    def __call__(self) -> list[Tensor]:
-        known = self._known
-        alike = len(known) == sum(map(len, self._held)) and all(
-            map(operator.is_, itertools.chain.from_iterable(self._held), known)
-        )
-        if not (known and alike):
-            found: dict[int, Tensor] = {}
-            self._held = []
-            self._module._collect(found, self._held)
-            self._known = list(itertools.chain.from_iterable(self._held))
-            self._found = list(found.values())
-        return self._found
 
 
 def _float_dtype(dtype):

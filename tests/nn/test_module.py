@@ -8,7 +8,8 @@ import pytest
 
 from gpuattn import Tensor, nn
 from gpuattn.errors import CheckpointError
-from gpuattn.nn.module import Tensors, truncated_normal
+from gpuattn.nn.module import truncated_normal
+from gpuattn.nn.tensors import Tensors
 from gpuattn.runtime import Workspace
 
 
