@@ -290,7 +290,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             if (n > 0) break;
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) keep_live(p[h]); keep_live(ds[h]); }
-            release_loaded(q_empty, part | block);  // not NONE
+            if (EXTRAS) release_loaded(q_empty, part | block);  // not NONE; freed would spill
+            else release(freed(q_empty, part | block, zero_of(a)));
             release(grad_empty);
         }
         if (!ROOM) stage_dq(m, dq[0], 0);
