@@ -5,6 +5,7 @@ import inspect
 import os
 
 import background
+import compiled
 import delays
 import numpy as np
 import pytest
@@ -145,6 +146,14 @@ def nvrtc():
         if "nvrtc" in REQUIRED:
             raise
         pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.fixture
+def nvdisasm():
+    """The disassembler. Without it a test is skipped, or fails if GPUATTN_REQUIRE names nvrtc."""
+    if compiled.disassembler() is None:
+        assert "nvrtc" not in REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
+        pytest.skip("no nvdisasm")
 
 
 @pytest.fixture

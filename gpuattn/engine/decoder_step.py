@@ -25,7 +25,10 @@ SHARED_BYTES = 232448  # of a block: all that Hopper has
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
-WIDE, MOST_WIDE_ROWS = 1024, 16  # from more columns than WIDE on, more rows are faster op by op
+# WIDE: the most columns of a model that takes one launch for all MOST_ROWS rows. With 1,600 columns
+# (GPT-2 1.5B) and 32 rows a step op by op was faster, with 16 rows one launch: so wider models take
+# one launch for up to MOST_WIDE_ROWS rows. Between 1,024 and 1,600 columns nothing was measured.
+WIDE, MOST_WIDE_ROWS = 1024, 16
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
 WARP_KEYS = 32  # that a warp takes at a time, in attention

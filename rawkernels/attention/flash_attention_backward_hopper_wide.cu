@@ -180,8 +180,8 @@ template <int W> __device__ __forceinline__ void compute(const Shared& m, const 
             product<K_MAJOR, K_MAJOR, BN, BM, SIZE>(st, own, stream + ring.stage * Q_BYTES);
             wgmma_commit();
             wgmma_wait<1>(); keep_live(dq);  // dK is complete too, the next step's product still runs
+            release(m.q_empty + 8 * stage);  // before loads of the next stage, which it does not free
             load_rows(rows, rows_of_steps + ring.stage * ROWS_BYTES);  // before the additions to global memory
-            release(m.q_empty + 8 * stage);
             if (COLUMNS > 64) add_to_memory(to + 32 * 128, dq);
             wgmma_wait<0>(); keep_live(st);
         }

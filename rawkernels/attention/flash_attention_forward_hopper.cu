@@ -111,6 +111,9 @@ __device__ __forceinline__ u32 words_full(u32 shared, int i) {
 }
 __device__ __forceinline__ void wait_for_words(u32 shared, int i) { mbar_wait(words_full(shared, i), i / WORD_STAGES & 1); }
 
+// For freed: a length is never negative.
+__device__ __forceinline__ u32 zero_of(const Attention& a) { return unknown_zero(a.queries); }
+
 __device__ __forceinline__ void publish_tile(u32 shared, int round, const Tile& t, int first_key) {
     const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
 #pragma unroll
@@ -124,6 +127,11 @@ __device__ __forceinline__ Tile receive_tile(u32 shared, int round, int& first_k
     for (int n = 0; n < TILE_WORDS; ++n) word[n] = load_shared(shared + TILE + 64 * (round & 1) + 4 * n);
     first_key = word[7];
     return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
+}
+// The barrier at which a reader of the fields arrives.
+__device__ __forceinline__ u32 tile_read(u32 shared, int round, const Tile& t, const Attention& a) {
+    const u32 loaded = t.first | t.head | t.number | t.queries | t.keys | t.offset | t.first_query;
+    return freed(shared + TILE_EMPTY + 8 * (round & 1), loaded, zero_of(a));
 }
 
 // The rotation of a tile's groups of 64 queries over the warpgroups. Tiles that are not full are rotated, so that short
@@ -185,11 +193,14 @@ __device__ __forceinline__ void load_bias(u32 (&bias)[BN / 16][4], const Rows& r
     if (!BIAS) return;
     const Biases biases{shared};
     biases.wait(used);
+    u32 loaded = 0;
 #pragma unroll
-    for (int k = 0; k < BN / 16; ++k)
+    for (int k = 0; k < BN / 16; ++k) {
         load_staged_bias<BM>(bias[k], biases.tile(used), rows.i - t.first - threadIdx.x % 32 / 4, a.bias.row ? ~0 : 0, k);
+        loaded |= bias[k][0];
+    }
     __syncwarp();
-    biases.done(used);
+    release(freed(biases.empty(used), loaded, zero_of(a)));
 }
 
 // Turns the products of key block n, number `used` in the ring, into weights, of both rows or (SPLIT_SOFTMAX) of the first.
@@ -366,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             u32 loaded = 0;  // bit w: the parity of warpgroup w's loads
             for (int round = 0;; ++round) {
                 const Tile t = receive_tile(shared, round, first_key);
-                mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
+                mbar_arrive(tile_read(shared, round, t, a));
                 if (t.first < 0) break;
                 int w = (WARPGROUPS - rotation(t, round)) % WARPGROUPS;  // the warpgroup of the first 64 queries
                 for (int first = t.first; first < min(t.first + BM, t.queries); first += 64) {
@@ -391,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             int first_key;
             const Tile t = receive_tile(shared, round, first_key);
             __syncwarp();
-            release(shared + TILE_EMPTY + 8 * (round & 1));
+            release(tile_read(shared, round, t, a));
             if (t.first < 0) break;
             const int first = t.first + 64 * ((w + rotation(t, round)) % WARPGROUPS);
             const Range loaded = key_range<BANDED, BM, BN>(a, t, t.first), range = key_range<BANDED, 64, BN>(a, t, first);

@@ -59,8 +59,22 @@ __device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
 __device__ __forceinline__ void mbar_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
 }
+// The address of a barrier to arrive at when `loaded` has been loaded from the memory that the arrival frees. An arrival can
+// overtake a load of shared memory that waits behind loads of global memory, and the next copy overwrites what the load
+// should find. So the address depends on what was loaded: all bits of `loaded`, since a load of known bits would be left out.
+// Of a load of several registers one is enough. zero: unknown_zero().
+__device__ __forceinline__ u32 freed(u32 bar, u32 loaded, u32 zero) { return bar + (loaded & zero); }
+// 0, but the compiler does not know it. argument: of the kernel, never negative.
+__device__ __forceinline__ u32 unknown_zero(int argument) { return (u32)(argument >> 31); }
 // One arrival per warp.
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }
+// release(freed(bar, loaded, zero)), where no register is free for `zero` and the address. `loaded` is never ~0, but the
+// compiler does not know it.
+__device__ __forceinline__ void release_loaded(u32 bar, u32 loaded) {
+    if (threadIdx.x % 32 == 0)
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, -1; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+                     :: "r"(bar), "r"(loaded) : "memory");
+}
 __device__ __forceinline__ bool mbar_try_wait(u32 bar, u32 parity) {
     u32 done;
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"

@@ -178,7 +178,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                     }
                 }
                 __syncwarp();
-                release(freed(shared.empty(slot.stage), loaded, texts));
+                release(freed(shared.empty(slot.stage), loaded, texts.zero()));
                 slot.next();
             };
 #pragma unroll 1

@@ -48,7 +48,9 @@ constexpr int STAGE_BYTES = PIECES * WARPS * PIECE * 2;
 constexpr int SLOT_BYTES = STAGE_BYTES + TAIL_BYTES;
 constexpr int COLUMNS = ROWS / 8;                               // operands b
 constexpr int UNITS = ROWS == 8 ? 4 : 2;                        // whose sums a block adds and stores at a time
-constexpr int LOADING = 32768 / STAGE_BYTES;                     // stages of weights on their way at a time
+// How many stages of weights are loaded at a time: 32 KB, which are one stage, with 32 rows two. More would delay the barrier
+// of the grid, see copy_weights; of 1, 2, 3 and 6 stages of 32 KB one was the fastest.
+constexpr int LOADING = 32768 / STAGE_BYTES;
 constexpr int STATES = ROWS == 8 ? 3 : 2;                       // stages of states in registers
 constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
 constexpr int PARTIAL = WARPS * TILE * PITCH;                   // partial sums of a unit, in floats
@@ -76,14 +78,9 @@ struct Shared {
 struct Texts {
     const int *tokens, *positions;  // (rows,): the last token of each row, its position
     int rows, beam, shift;          // beam: rows of a sentence; 1 << shift groups of ROWS rows
-    // 0, which the compiler does not know: see freed.
-    __device__ u32 zero() const { return (u32)beam >> 31; }
+    __device__ u32 zero() const { return unknown_zero(beam); }  // for freed; a beam is 1 or more
 };
 
-// The address of a barrier to arrive at when `loaded` has been loaded from the memory that the arrival frees. An arrival can
-// overtake a load of shared memory that waits behind loads of global memory, and the next copy overwrites what the load
-// should find. So the address depends on what was loaded.
-__device__ u32 freed(u32 bar, u32 loaded, const Texts& texts) { return bar + (loaded & texts.zero()); }
 __device__ u32 bits(float2 x) { return __float_as_uint(x.x) | __float_as_uint(x.y); }
 
 __device__ uint4 load_states(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
@@ -146,7 +143,7 @@ __device__ void copy_phases(const Phase* program, int phases, const Shared& shar
 }
 
 // What is read and written for a barrier of the grid waits behind the weights on their way to the multiprocessor, so
-// there are 32 KB of them at a time; more where a phase takes so long that its barrier does not matter.
+// LOADING stages of them are loaded at a time; SLOTS where a phase takes so long that its barrier does not matter.
 __device__ void copy_weights(int phases, const Texts& texts, const Shared& shared) {
     const int shift = texts.shift;
     PipelineState<SLOTS> slot, oldest;  // oldest: of the stages on their way
@@ -159,7 +156,7 @@ __device__ void copy_weights(int phases, const Texts& texts, const Shared& share
         const int bytes = phase.inputs * TILE * 2, most = units > 2 * UNITS * gridDim.x ? SLOTS : LOADING;
         const char* weights = reinterpret_cast<const char*>(phase.weights);
         const int first = first_unit(phase);
-        mbar_arrive(freed(shared.phase_empty(at.stage), units | bytes | first | (u32)(size_t)weights, texts));
+        mbar_arrive(freed(shared.phase_empty(at.stage), units | bytes | first | (u32)(size_t)weights, texts.zero()));
         for (int unit = first; unit < units; unit += gridDim.x) {
             const char* from = weights + (long long)(unit >> shift) * (bytes + TAIL_BYTES);
             for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES, slot.next()) {

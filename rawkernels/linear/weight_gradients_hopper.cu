@@ -234,15 +234,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                 for (int piece = 0; piece < PIECES; ++piece, ring.next()) {
                     mbar_wait(shared + FULL + 8 * ring.stage, ring.parity);
                     const u32 place = shared + STAGE + ring.stage * STAGE_BYTES + threadIdx.x * 16;
+                    u32 loaded = 0;
 #pragma unroll
                     for (int i = 0; i < QUADS_OF_PIECE; ++i) {
                         const uint4 x = load_shared_uint4(place + i * THREADS * 16);
                         float* d = &c[(piece * QUADS_OF_PIECE + i) / QUADS][(piece * QUADS_OF_PIECE + i) % QUADS * 4];
                         d[0] += __uint_as_float(x.x), d[1] += __uint_as_float(x.y);
                         d[2] += __uint_as_float(x.z), d[3] += __uint_as_float(x.w);
+                        loaded |= x.x;
                     }
                     __syncwarp();
-                    release_both(shared + EMPTY + 8 * ring.stage);
+                    // a number of steps is never negative
+                    release_both(freed(shared + EMPTY + 8 * ring.stage, loaded, unknown_zero(problem.steps)));
                 }
             }
             const Tile tile = tile_at(problem, group * 2 * TEAM + member);

@@ -89,13 +89,6 @@ def test_the_default_tier_compiles_every_file_and_for_every_architecture():
     assert all(sum(arch == other for _, arch in chosen) >= 5 for other in compiled.OTHERS)
 
 
-@pytest.fixture
-def nvdisasm():
-    if compiled.disassembler() is None:
-        assert not REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
-        pytest.skip("no nvdisasm")
-
-
 @pytest.mark.background(run=compiled.hopper_instructions)
 @pytest.mark.parametrize("file", kernels.files())
 def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_background):
@@ -121,49 +114,6 @@ def test_dependent_kernels_wait_before_anything_else(nvrtc, nvdisasm, file, resu
             assert not [text for text in instructions if ".CONSTANT" in text], name
         else:
             assert not waits, f"{name} waits, but its header does not say so"
-
-
-def unused_before_arrival(instructions):
-    """Return the loads of shared memory whose value no instruction needs before the next arrival.
-
-    Arrivals are a warp's at a barrier in shared memory (``A1T0``). Such an arrival can overtake the
-    load, so that the memory is overwritten before it is read.
-    """
-    found, loads = [], {}
-    for text in instructions:
-        registers = re.findall(r"\bR(\d+)\b", text)
-        if "LDS.64" in text:
-            loads[int(registers[0])] = text
-            continue
-        for number in map(int, registers):
-            loads.pop(number, None), loads.pop(number - 1, None)
-        if "SYNCS.ARRIVE" in text and "A1T0" in text:
-            found += loads.values()
-        if "SYNCS" in text:
-            loads.clear()
-    return found
-
-
-def test_what_is_loaded_is_there_before_its_memory_is_free(nvrtc, nvdisasm):
-    file = "decoder/decoder_step.cu"
-    for constants in kernels.variants(file)[:2]:
-        text = kernels.source_text(file, **constants)
-        (instructions,) = compiled.instructions(text, "sm_90a", file).values()
-        assert sum("A1T0" in text for text in instructions) > 2
-        assert not unused_before_arrival(instructions)
-
-
-def test_a_load_that_an_arrival_can_overtake_is_detected(nvrtc, nvdisasm, tmp_path, monkeypatch):
-    file, there = "decoder/program.cuh", " + (loaded & texts.zero())"
-    shutil.copytree(kernels.ROOT, tmp_path / "rawkernels")
-    text = (kernels.ROOT / file).read_text()
-    assert text.count(there) == 1
-    (tmp_path / "rawkernels" / file).write_text(text.replace(there, ""))
-    monkeypatch.setattr(kernels, "ROOT", tmp_path / "rawkernels")
-    monkeypatch.setattr(compiler, "ROOT", tmp_path / "rawkernels")
-    monkeypatch.setattr(kernels, "_headers_digest", kernels._headers_digest.__wrapped__)
-    (instructions,) = compiled.hopper_instructions("decoder/decoder_step.cu").values()
-    assert unused_before_arrival(instructions)
 
 
 def waits_first(text, name):

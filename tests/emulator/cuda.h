@@ -244,6 +244,7 @@ void mbarrier_init_shared_cta_b64(u32 bar, u32 arrivals);
 inline void fence_mbarrier_init_release_cluster() {}
 void mbarrier_arrive_expect_tx_shared_cta_b64(u32 bar, u32 bytes);
 void mbarrier_arrive_shared_cta_b64(u32 bar);
+inline void mbarrier_arrive_shared_cta_b64(u32 loaded, u32 bar) { if (~loaded) mbarrier_arrive_shared_cta_b64(bar); }
 void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done);  // returns when the phase is complete
 void bar_sync(int id, int threads);
 void bar_arrive(int id, int threads);
