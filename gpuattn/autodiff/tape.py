@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec
 
-from gpuattn.arrays import device_of, get_xp, unplanned, without_plans
+from gpuattn.arrays import copied, device_of, unplanned, without_plans
 from gpuattn.autodiff import plans
 from gpuattn.autodiff.arithmetic import added
 from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this module's interface
@@ -444,6 +444,6 @@ def _accumulate(leaf, grad, fresh):
         leaf.grad, leaf.grad_started = leaf.grad_slot, True
     elif leaf.grad is None:
         kept = fresh and grad.dtype == leaf.data.dtype
-        leaf.grad = grad if kept else get_xp(grad).array(grad, leaf.data.dtype)
+        leaf.grad = grad if kept else copied(grad, leaf.data.dtype)
     else:
-        leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)
+        leaf.grad = added(leaf.grad, grad.astype(leaf.data.dtype, copy=False))

@@ -138,6 +138,7 @@ def fake_cupy(record):
             getDevice=lambda: 0,
             getDeviceCount=lambda: 1,
             memsetAsync=lambda *_: None,
+            memcpyAsync=lambda to, source, size, *_: ctypes.memmove(to, source, size),
             driverGetVersion=lambda: record.driver_version,
         ),
     )
