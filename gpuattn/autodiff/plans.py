@@ -68,11 +68,15 @@ class Plan:
     ) -> tuple[Any, Any] | None:
         """Return (out, saved) of the implementation, or None where the call has to be chosen anew.
 
-        ``params``: of this call. Extends both lists.
+        ``params``: of this call.
         """
         program = self.program
         if program is not None:
-            drawn = rng.device_arguments(params["key"]) if self.draws else None
+            if not self.draws:
+                return program.run(*arrays, *addresses)
+            drawn = rng.device_arguments(params["key"])
+            if drawn[-1] is not None:
+                arrays, addresses = (*arrays, drawn[-1]), (*addresses, drawn[-1].data.ptr)
             return program.run(*arrays, *addresses, drawn)
         inputs = [None if i is None else arrays[i] for i in self.inputs]
         return self.forward(*inputs, needs=self.needs, **params)
@@ -119,7 +123,8 @@ class Draft:
         if chosen.name in NOT_RAW or not self.on_gpu:
             result = run()
         else:
-            with recorded(self.arrays, self.plan.params.get("key")) as recorder:
+            key = self.plan.params.get("key")
+            with recorded((*self.arrays, *_device_step(key)), key) as recorder:
                 result = run()
             out, saved = result
             kept = None if rule is None else saved  # for the gradient alone
@@ -130,6 +135,8 @@ class Draft:
                 plan.direct = plan.program.run if plan.program is not None else None
             else:
                 plan.program = recorder.program((out, kept), owned=out)
+        if self.plan.draws:  # it may hold an array; each call has its own
+            self.plan.params = {**self.plan.params, "key": None}
         self.done = True
         return result
 
@@ -144,7 +151,7 @@ def draft(call: Call, found: Found, drawn: bool) -> Draft | None:
     if (drawn or seed is not None) and "key" not in params:
         return None
     key = params.pop("key", None)
-    if key is not None and type(key.step) is not int:
+    if key is not None and type(key.step) is not int and not is_array(key.step):
         return None
     if call.values_checked or not all(map(_is_plain, params.values())):
         return None
@@ -154,6 +161,11 @@ def draft(call: Call, found: Found, drawn: bool) -> Draft | None:
     if -1 in inputs or -1 in donated:
         return None
     return Draft(Plan(call, tuple(inputs), donated), arrays, addresses)
+
+
+def _device_step(key):
+    """Return the array of a ``rng.Key`` that holds its step, if one on a GPU does, in a list."""
+    return [key.step] if key is not None and on_gpu(key.step) else []
 
 
 def _is_plain(value):
@@ -177,6 +189,9 @@ def gradients(
     if found is None or unplanned.get():
         return run(), frozenset()
     signed, arrays, addresses = found
+    for step in _device_step(key):
+        arrays.append(step)
+        addresses.append(step.data.ptr)
     known = plan.gradients.get(signed)
     if type(known) is Program:
         drawn = None if key is None else rng.device_arguments(key)

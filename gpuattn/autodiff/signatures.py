@@ -105,8 +105,12 @@ class Form:
     def _sign_seed(self, x, kind, xp_array):
         self.seed = x
         if kind is rng.Key:
-            self._refuse_if(f"type({x}.step) is not int")
-        elif kind not in (int, type(None)):
+            step = f"type({x}.step)"
+            self._refuse_if(f"{step} is not int and {step} is not xp_array")
+            self.key.append(f"{step} is int")
+        elif kind in (int, type(None)):
+            self.key.append("True")  # it shares the plans of a Key whose step is an int
+        else:
             raise Unsigned
 
     def _sign_array(self, x, data):

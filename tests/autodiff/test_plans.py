@@ -220,9 +220,15 @@ def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monk
             cases.back(gpuattn.gelu(*cases.wanting(x), p=0.5, seed=seed))
             return copy_of(noted)
 
+        on_device = [
+            keys.Key(seed, stream, arena.array(np.array([step], np.uint32)))
+            for seed, stream, step in ((0, 0, 0), (0, 0, 0), (4, 5, 6))
+        ]
+        arena.kept = arena.at
         for _ in range(5):
             launches(recorded)
-        for seed in (0, 7, 1 << 40, keys.Key(1, 2, 3)):
+            launches(on_device[recorded % 2])
+        for seed in (0, 7, 1 << 40, keys.Key(1, 2, 3), *on_device):
             programs.clear()
             planned = launches(seed)
             assert programs["forward", True] == 2 and programs["gradients", True] == 3
