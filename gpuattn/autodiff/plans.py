@@ -19,6 +19,7 @@ import numpy as np
 
 from gpuattn import errors, rng
 from gpuattn.arrays import is_array, on_gpu, unplanned
+from gpuattn.autodiff import side_stream
 from gpuattn.autodiff.record import Box, constants
 from gpuattn.autodiff.signatures import ALIGNMENT, PLAIN, Caller, Form, Found, Op, Unsigned
 from gpuattn.cuda.program import Program, recorded
@@ -214,7 +215,7 @@ def gradients(
 
 def _gradient_signature(plan, saved, grads, into):
     """Return (key, arrays, addresses), or None if the gradient is not to be recorded."""
-    key, arrays = [], []
+    key, arrays = [side_stream.current() is not None], []
     for x in grads:
         if x is None:
             key.append(None)

@@ -3,7 +3,8 @@
 A ``Recorder`` is told of every array that a call allocates (``arrays.empty``, ``arrays.zeros``),
 every kernel that it launches and every product that cuBLASLt computes. Of each address that these
 take it notes which array it lies in. A ``Program`` then needs no Python of the op to do the same
-work again: it allocates, writes addresses into launches that are packed already, and launches.
+work again: it allocates, writes addresses into launches that are packed already, and launches. So
+it does with what goes to a side stream or is deferred there (``autodiff.side_stream``).
 
 What the recorder does not see must not touch the device. An address that it cannot place, such as
 that of an array that CuPy made, makes ``Recorder.program`` return None. Only a write by CuPy to an
@@ -25,7 +26,7 @@ from gpuattn import arrays
 from gpuattn.arrays import import_cupy, recorders, without_plans
 from gpuattn.cuda.driver_launch import DriverLaunch
 from gpuattn.cuda.generated import Code, unpacked
-from gpuattn.cuda.steps import WORD, Launch, Product
+from gpuattn.cuda.steps import WORD, Begin, Deferred, End, Launch, Product
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
@@ -64,7 +65,9 @@ class Recorder:
         self.starts = {x.data.ptr: i for i, x in enumerate(self.arrays)}
         self.extents = [_extent(x) for x in self.arrays]
         self.allocations: list[tuple] = []
-        self.steps: list[Launch | Product] = []
+        self.steps: list[Launch | Product | Begin | End | Deferred] = []
+        self.beside: set[int] = set()  # the arrays that work on a side stream touches
+        self.together: set[int] = set()  # those that have no memory of their own
         self.constants: list[Array] = []
         self.counts: dict[int, tuple] = {}  # id of an address of counters -> it, how many
         self.maps: dict[int, tuple] = {}  # id of a tensor map -> it, its array, how to encode
@@ -116,6 +119,31 @@ class Recorder:
                 raise Unplaced
             places = [None if x is None else self._place(x.data.ptr) for x in operands]
             self.steps.append(Product(plan, places))
+
+    def went_beside(self, side: Callable) -> None:
+        """Note that launches go to a side stream from here on. ``side()``: see ``steps.Begin``."""
+        self.steps.append(Begin(side))
+
+    def came_back(self, writes: Sequence[Array]) -> None:
+        """Note that they go to the current stream again; those beside it wrote to ``writes``."""
+        with self._refusing():
+            block: list[Any] = []
+            while not isinstance(step := self.steps[-1 - len(block)], Begin):
+                block.append(step)
+            if any(isinstance(step, Launch) and step.counted for step in block):
+                raise Unplaced  # counters are those of the current stream
+            touched = set().union(*(step.touched() for step in block))
+            targets = [self._place(x.data.ptr) for x in writes]
+            touched.discard(-1)  # constant addresses
+            self.beside |= touched
+            self.steps.append(End(sorted(touched), self._memory, targets))
+
+    def deferred(self, side: Callable, given: tuple, arguments: tuple, target: Array) -> None:
+        """Note what is launched later; see ``steps.Deferred``."""
+        with self._refusing():
+            expression = partial(self._expression, value=arguments)
+            place = self._place(target.data.ptr)
+            self.steps.append(Deferred(side, given, arguments, expression, place))
 
     @contextlib.contextmanager
     def _refusing(self):
@@ -208,7 +236,8 @@ class Recorder:
         Of what is allocated only arrays of ``result`` are made; m2, ... is the memory of others,
         and what has no view in ``result`` either lies together.
         """
-        cupy, here = import_cupy(), set(self._found(result))
+        later = (step.arguments for step in self.steps if isinstance(step, Deferred))
+        cupy, here = import_cupy(), set(self._found((result, *later)))
         names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc, "ndarray": cupy.ndarray}
         code.values |= names | {"test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0
@@ -223,11 +252,18 @@ class Recorder:
                     self._new_array(code, f"x{i}", f"{of}, m{i}")
             else:
                 apart.append(f"p{i} = together + {code.name('at', size)}")
+                self.together.add(i)
                 size += -(-count // ALIGNMENT) * ALIGNMENT
                 continue
             code.add(f"p{i} = m{i}.ptr")
         if apart:
             code.add(f"memory = alloc({code.name('size', size)})", "together = memory.ptr", *apart)
+
+    def _memory(self, i):
+        """Return the name of what keeps the memory of an array alive."""
+        if i < self.inputs:
+            return f"x{i}"
+        return "memory" if i in self.together else f"m{i}"
 
     def _new_array(self, code, name, given):
         """Write what makes a CuPy array ``name`` of the arguments ``given`` of ``cupy.ndarray``."""
@@ -273,9 +309,15 @@ class Recorder:
     def _fresh(self, result):
         """Return the places, in a tuple, of arrays that were allocated and are there once."""
         values = result if isinstance(result, tuple) else ()
-        new = {id(x) for x in self.arrays[self.inputs :]}
+        new = {id(x) for x in self.arrays[self.inputs :]} - self._read_later()
         count = collections.Counter(map(id, values))
         return frozenset(i for i, x in enumerate(values) if id(x) in new and count[id(x)] == 1)
+
+    def _read_later(self):
+        """Return the ids of arrays that may be read once the call has ended."""
+        given = [x for step in self.steps if isinstance(step, Deferred) for x in step.arguments]
+        found = {place for place, _ in self._found(tuple(given))}
+        return {id(self.arrays[i]) for i in found | self.beside}
 
     def _expression(self, code, value, first=0):
         """Return the text of what makes ``value`` of the arrays.

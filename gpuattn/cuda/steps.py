@@ -42,6 +42,10 @@ class Launch:
         more = [view.cast("I")] * bool(self.numbers) + [view] * bool(self.maps)
         return [packed, view.cast("Q"), packed.address, packed.address + EXTRA_AT, *more]
 
+    def touched(self) -> set[int]:
+        """Return which arrays the launch reads or writes."""
+        return {place for _, place, *_ in (*self.words, *self.maps)}
+
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """A launch takes any addresses."""
 
@@ -106,6 +110,10 @@ class Product:
     def __init__(self, plan: Any, places: list[Any]) -> None:
         self.plan, self.places = plan, places
 
+    def touched(self) -> set[int]:
+        """Return which arrays the product reads or writes."""
+        return {place[0] for place in self.places if place is not None}
+
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """Return None where the product does not take the addresses of arrays.
 
@@ -129,6 +137,61 @@ class Product:
     def _fail(self):
         kind = self.plan.kind
         raise RuntimeError(f"matmul: cuBLASLt refuses a product that it computed: {kind}")
+
+
+class Begin:
+    """The begin of a block of work on a side stream. ``side()``: returns what has the stream."""
+
+    def __init__(self, side: Callable) -> None:
+        self.side = side
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes no addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        code.add(f"side = {code.name('side', self.side)}()", "stream = side.begin()")
+
+
+class End:
+    """The end of such a block.
+
+    ``arrays``: those that the block touches; ``memory(array)``: the name of what keeps one alive.
+    ``targets``: (which array, offset) of what it writes.
+    """
+
+    def __init__(self, arrays: list[int], memory: Callable, targets: list[tuple]) -> None:
+        self.arrays, self.memory, self.targets = arrays, memory, targets
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        kept = ", ".join(dict.fromkeys(map(self.memory, self.arrays)))
+        written = ", ".join(_address(*target) for target in self.targets)
+        code.add(f"stream = side.end([{kept}], {{{written}}})")
+
+
+class Deferred:
+    """What a side stream's owner launches later, together with other such work.
+
+    ``side``: as of Begin. ``given``: ``launch``, and how many bytes it reads. ``arguments``: of
+    ``launch``; ``expression(code)``: the text of them. ``target``: (which array, offset).
+    """
+
+    def __init__(
+        self, side: Callable, given: tuple, arguments: tuple, expression: Callable, target: tuple
+    ) -> None:
+        self.side, self.given, self.target = side, given, target
+        self.arguments, self.expression = arguments, expression
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        (launch, size), given = self.given, self.expression(code)
+        launch, size = code.name("launch", launch), code.name("size", size)
+        to, side = _address(*self.target), code.name("side", self.side)
+        code.add(f"{side}().defer({launch}, {given}, {size}, {to})")
 
 
 def _address(place: int, offset: int) -> str:
