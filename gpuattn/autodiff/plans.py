@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from gpuattn import errors, rng
-from gpuattn.arrays import is_array, on_gpu, unplanned
+from gpuattn.arrays import is_array, on_gpu, recorders, unplanned
 from gpuattn.autodiff import side_stream
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.record import Box, constants
 from gpuattn.autodiff.signatures import ALIGNMENT, PLAIN, Caller, Form, Found, Op, Unsigned
 from gpuattn.cuda.program import Program, recorded
@@ -179,16 +180,18 @@ def _is_plain(value):
 
 
 def gradients(
-    plan: Plan, saved: Any, grads: tuple, into: tuple, key: Any, run: Callable
-) -> tuple[tuple, frozenset[int]]:
-    """Return (``run()``, the gradients of an op's inputs; the places of those nobody else holds).
+    plan: Plan, saved: Any, grads: tuple, into: tuple, key: Any, fold: Callable | None,
+    run: Callable,
+) -> tuple[tuple, frozenset[int]]:  # fmt: skip
+    """Return (the gradients of an op's inputs, ``run(fold)``; the places of those nobody else
+    holds).
 
     ``saved``: what the plan's program saved. ``grads``: of the results. ``into``: as in ``Impl``.
-    ``key``: the call's ``rng.Key``, or None.
+    ``key``: the call's ``rng.Key``, or None. ``fold``: as in ``impls.Fusion``, or None.
     """
-    found = _gradient_signature(plan, saved, grads, into)
+    found = _gradient_signature(plan, saved, grads, into, fold)
     if found is None or unplanned.get():
-        return run(), frozenset()
+        return run(fold), frozenset()
     signed, arrays, addresses = found
     for step in _device_step(key):
         arrays.append(step)
@@ -196,13 +199,13 @@ def gradients(
     known = plan.gradients.get(signed)
     if type(known) is Program:
         drawn = None if key is None else rng.device_arguments(key)
-        results = known.run(*arrays, *addresses, drawn)
+        results = known.run(*arrays, *addresses, drawn, fold)
         if results is not None:
             return results, known.fresh
     elif known is SEEN:
         before = errors.slow_paths
         with recorded(arrays, key) as recorder:
-            results = run()
+            results = run(None if fold is None else partial(_fold_apart, fold, recorder))
         program = None if errors.slow_paths > before else recorder.program(results)
         plan.gradients[signed] = program or NEVER
         return results, frozenset()
@@ -210,15 +213,33 @@ def gradients(
         if len(plan.gradients) >= MOST_GRADIENTS:
             plan.gradients.clear()
         plan.gradients[signed] = SEEN
-    return run(), frozenset()
+    return run(fold), frozenset()
 
 
-def _gradient_signature(plan, saved, grads, into):
+def _fold_apart(fold, recorder, product):
+    """Return ``fold(product)``, a call that ``recorder`` notes and not what is done in it."""
+    tokens = recorders.set(None), unplanned.set(False)
+    try:
+        taken = fold(product)
+    finally:
+        recorders.reset(tokens[0])
+        unplanned.reset(tokens[1])
+    recorder.offered(product)
+    return taken
+
+
+def _gradient_signature(plan, saved, grads, into, fold):
     """Return (key, arrays, addresses), or None if the gradient is not to be recorded."""
-    key, arrays = [side_stream.current() is not None], []
+    key, arrays = [side_stream.current() is not None, fold is not None], []
     for x in grads:
         if x is None:
             key.append(None)
+            continue
+        if type(x) is PendingMatmul:
+            key.append(x.shape)
+            for one in (x.dz, x.weight):
+                key += one.shape, one.strides, one.dtype, one.data.ptr & ALIGNMENT
+                arrays.append(one)
             continue
         if not on_gpu(x):
             return None

@@ -378,16 +378,18 @@ def _call_backward(node, grads, create_graph, ends, layout, params):
     with device_of(*grads):
         into = _into(node, ends, layout)
 
-        def run():
+        def run(fold):
             backward = with_hook(node.op, "backward", node.impl.backward)
-            return backward(node.saved, *grads, needs=node.needs, into=into, **params)
+            given = params if fold is None else {**params, "fold": fold}
+            return backward(node.saved, *grads, needs=node.needs, into=into, **given)
 
         fresh: Collection[int] = ()
-        if node.plan is None or params.get("fold") is not None:
-            results = run()
+        fold = params.get("fold")
+        if node.plan is None:
+            results = run(fold)
         else:
             drawn = params["key"] if node.plan.draws else None
-            results, fresh = plans.gradients(node.plan, node.saved, grads, into, drawn, run)
+            results, fresh = plans.gradients(node.plan, node.saved, grads, into, drawn, fold, run)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True

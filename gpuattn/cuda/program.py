@@ -24,19 +24,15 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import import_cupy, recorders, without_plans
+from gpuattn.cuda.addresses import WORD, Unplaced, addresses_in, extent
 from gpuattn.cuda.driver_launch import DriverLaunch
 from gpuattn.cuda.generated import Code, unpacked
-from gpuattn.cuda.steps import WORD, Begin, Deferred, End, Launch, Product
+from gpuattn.cuda.steps import Begin, Deferred, End, Launch, Offer, Product
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
 SMALL = 2 << 20  # bytes of the arrays of a call: a GPU of today reads them in a microsecond
 ALIGNMENT = 512  # bytes: of the memory that CuPy allocates
-NUMBERS = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
-
-
-class Unplaced(Exception):
-    """A call works with something that no later call can be given."""
 
 
 class Drawn(int):
@@ -63,9 +59,9 @@ class Recorder:
         self.arrays: list[Array] = list(inputs)  # and what is allocated: kept, so no address is
         self.inputs = len(self.arrays)  # given out twice
         self.starts = {x.data.ptr: i for i, x in enumerate(self.arrays)}
-        self.extents = [_extent(x) for x in self.arrays]
+        self.extents = [extent(x) for x in self.arrays]
         self.allocations: list[tuple] = []
-        self.steps: list[Launch | Product | Begin | End | Deferred] = []
+        self.steps: list[Launch | Product | Begin | End | Deferred | Offer] = []
         self.beside: set[int] = set()  # the arrays that work on a side stream touches
         self.together: set[int] = set()  # those that have no memory of their own
         self.constants: list[Array] = []
@@ -145,6 +141,14 @@ class Recorder:
             place = self._place(target.data.ptr)
             self.steps.append(Deferred(side, given, arguments, expression, place))
 
+    def offered(self, product: tuple) -> None:
+        """Note ``fold(product)``, by which a caller may take over what is the first result then.
+
+        ``product``: a ``pending_matmul.PendingMatmul``.
+        """
+        self.refused |= any(isinstance(step, Offer) for step in self.steps)
+        self.steps.append(Offer(product, partial(self._expression, value=product)))
+
     @contextlib.contextmanager
     def _refusing(self):
         try:
@@ -163,7 +167,7 @@ class Recorder:
         if i >= 0:
             self.used.add(i)
             return i, address - self.arrays[i].data.ptr
-        if not address or any(lo <= address < hi for lo, hi in map(_extent, self.constants)):
+        if not address or any(lo <= address < hi for lo, hi in map(extent, self.constants)):
             return -1, address
         raise Unplaced
 
@@ -189,7 +193,7 @@ class Recorder:
                 _, x, encode = self.maps[id(args[i])]
                 maps.append((driver.offsets[i], *self._place(x.data.ptr), encode))
                 continue
-            for offset, address in _addresses(args[i]):
+            for offset, address in addresses_in(args[i]):
                 words.append(((driver.offsets[i] + offset) // WORD, self._place(address)))
         words = [(at, *place) for at, place in words if place[0] >= 0]
         given = grid, block, values, shared_bytes
@@ -222,12 +226,12 @@ class Recorder:
             for step in self.steps:
                 step.check(code, True, self.inputs)
             self._run(code)
-            found = self._expression(code, result)
+            found = self._returned(code, result)
             code.add(f"return {found if last is None else code.name('last', last) + f'({found})'}")
         except Unplaced:
             return None
         given = unpacked("x", self.inputs) + unpacked("p", self.inputs)
-        run = code.function(f"{given}drawn=None")
+        run = code.function(f"{given}drawn=None, fold=None")
         return Program(run, self._fresh(result), self.constants)
 
     def _allocate(self, code, result):
@@ -236,8 +240,7 @@ class Recorder:
         Of what is allocated only arrays of ``result`` are made; m2, ... is the memory of others,
         and what has no view in ``result`` either lies together.
         """
-        later = (step.arguments for step in self.steps if isinstance(step, Deferred))
-        cupy, here = import_cupy(), set(self._found((result, *later)))
+        cupy, here = import_cupy(), set(self._found((result, *self._handed_on())))
         names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc, "ndarray": cupy.ndarray}
         code.values |= names | {"test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0
@@ -313,11 +316,23 @@ class Recorder:
         count = collections.Counter(map(id, values))
         return frozenset(i for i, x in enumerate(values) if id(x) in new and count[id(x)] == 1)
 
+    def _handed_on(self):
+        """Return what others get of the arrays, beside the caller."""
+        return tuple(step.arguments for step in self.steps if isinstance(step, Deferred | Offer))
+
     def _read_later(self):
         """Return the ids of arrays that may be read once the call has ended."""
-        given = [x for step in self.steps if isinstance(step, Deferred) for x in step.arguments]
-        found = {place for place, _ in self._found(tuple(given))}
+        found = {place for place, _ in self._found(self._handed_on())}
         return {id(self.arrays[i]) for i in found | self.beside}
+
+    def _returned(self, code, result):
+        """Return the text of the result."""
+        if not any(isinstance(step, Offer) for step in self.steps):
+            return self._expression(code, result)
+        first, *rest = result
+        own = "product.compute()" if first is None else self._expression(code, first)
+        others = "".join(f"{self._expression(code, x)}, " for x in rest)
+        return f"(None if taken else {own}, {others})"
 
     def _expression(self, code, value, first=0):
         """Return the text of what makes ``value`` of the arrays.
@@ -361,43 +376,13 @@ def _short(dtype):
     return dtype.char if dtype.isbuiltin == 1 else dtype
 
 
-def _extent(x):
-    """Return the first address of an array, and the one behind its last byte."""
-    low = high = x.data.ptr
-    for n, step in zip(x.shape, x.strides, strict=True):
-        if n:
-            low, high = low + min(0, (n - 1) * step), high + max(0, (n - 1) * step)
-    return low, high + x.itemsize
-
-
-def _addresses(struct):
-    """Return (offset, address) of every address in a struct that a kernel takes by value.
-
-    ``struct``: a view, as bytes, of numbers, or of an array of one element with named fields.
-    """
-    fields = struct if struct.dtype.names else struct.base
-    if fields is not None and fields.dtype in NUMBERS:
-        return []
-    if fields is None or not fields.dtype.names or fields.size != 1:
-        raise Unplaced  # such as a tensor map that nobody told of
-    found = []
-    for dtype, at, *_ in fields.dtype.fields.values():
-        if dtype.base != np.uint64:
-            continue
-        if at % WORD:
-            raise Unplaced
-        count = math.prod(dtype.shape)
-        raw = np.frombuffer(fields.tobytes(), np.uint64, count, at)
-        found += [(at + WORD * i, int(value)) for i, value in enumerate(raw) if value]
-    return found
-
-
 class Program(NamedTuple):
     """What ``Recorder.program`` returns.
 
-    ``run(*arrays, *addresses, drawn=None)`` does the work on arrays like those of the recorded call
-    and returns the call's result; or None, with nothing done, where a product does not take their
-    addresses. ``drawn``: what ``rng.device_arguments`` returns for the call's key, if it has one.
+    ``run(*arrays, *addresses, drawn=None, fold=None)`` does the work on arrays like those of the
+    recorded call and returns the call's result; or None, with nothing done, where a product does
+    not take their addresses. ``drawn``: what ``rng.device_arguments`` returns for the call's key,
+    if it has one. ``fold``: see ``impls.Fusion``.
     ``fresh``: the places, in the result, of arrays that a run allocates and that are there once.
     ``constants``: arrays whose addresses are in launches.
     """

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from gpuattn.arrays import import_cupy
+from gpuattn.cuda.addresses import WORD
 from gpuattn.cuda.driver_launch import EXTRA_AT, PROGRAMMATIC, STREAM_AT
 from gpuattn.cuda.generated import Code
 from gpuattn.cuda.kernels import launches
 from gpuattn.cuda.scratch import counters
 
-WORD = 8  # bytes of an address
 STREAM_WORD = STREAM_AT // WORD
 MAP_BYTES, MOST_MAPS = 128, 64  # of a tensor map; maps that a launch remembers for each array
 
@@ -192,6 +192,22 @@ class Deferred:
         launch, size = code.name("launch", launch), code.name("size", size)
         to, side = _address(*self.target), code.name("side", self.side)
         code.add(f"{side}().defer({launch}, {given}, {size}, {to})")
+
+
+class Offer:
+    """A product that the caller may compute in a way of its own, in the middle of the call.
+
+    ``arguments``: what describes the product; ``expression(code)``: the text of it.
+    """
+
+    def __init__(self, arguments: tuple, expression: Callable) -> None:
+        self.arguments, self.expression = arguments, expression
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        code.add(f"product = {self.expression(code)}", "taken = fold(product)")
 
 
 def _address(place: int, offset: int) -> str:

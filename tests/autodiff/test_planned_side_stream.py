@@ -104,11 +104,12 @@ def test_the_same_launches_on_the_same_streams(dropout, monkeypatch):
     log.arena = arena
     inner = plans.gradients
 
-    def gradients(plan, saved, grads, into, key, run):
-        found = plans._gradient_signature(plan, saved, grads, into)
+    def gradients(plan, saved, grads, into, key, fold, run):
+        found = plans._gradient_signature(plan, saved, grads, into, fold)
         known = None if found is None else plan.gradients.get(found[0])
         counts[type(known) is Program] += 1
-        return inner(plan, saved, grads, into, key, run)
+        counts["fold"] += type(known) is Program and fold is not None
+        return inner(plan, saved, grads, into, key, fold, run)
 
     end = side_stream._SideStream.end
 
@@ -172,7 +173,7 @@ def test_the_same_launches_on_the_same_streams(dropout, monkeypatch):
                 with arrays.without_plans():
                     workspace.backward(loss)
             turns.append(list(log))
-        assert counts[True] > counts[False]
+        assert counts[True] > counts[False] and counts["fold"]
         where = Counter(entry[1] for entry in turns[0])
         assert len(where) == 6 and min(where.values()) > 4, "two streams, waits, deferred work"
         names = {entry[0].name for entry in turns[0] if isinstance(entry[0], fake_launches.Launch)}

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 
 import fake_launches
+import fake_runs
 import numpy as np
 import pytest
 from fake_cublaslt import Array, CublasLt, Memory
@@ -160,7 +161,7 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
     monkeypatch.setattr(arrays, "allocate", arena.empty)
 
     class Products(CublasLt):
-        Epilogue = __import__("fake_runs").Products.Epilogue
+        Epilogue = fake_runs.Products.Epilogue
 
         def matmul(self, *values):
             products.append(tuple(int(v) for i, v in enumerate(values) if i in (3, 5, 8, 10)))
@@ -308,3 +309,36 @@ def test_a_call_without_a_result_runs_once():
             noted.clear()
             assert doubled(x) is None and len(noted) == 1
         assert not plans.table.direct
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_program_asks_whether_a_product_is_folded(recorded):
+    """Whatever the answer was when it was recorded."""
+    with fake_runs.training_on("9.0") as run:
+        x, weight = (cases.floats(np.float16, 64, 64) for _ in range(2))
+        dy = cases.floats(np.float16, 64, 64)
+        for _ in range(3):
+            node = gpuattn.linear(*cases.wanting(x, weight)).node
+        offered = []
+
+        def gradient(answer):
+            del offered[:]
+            before = run.products.computed
+            (dx, dweight, _), _ = plans.gradients(
+                node.plan, node.saved, (dy,), (None,) * 3, None,
+                lambda product: offered.append(product) or answer,
+                lambda fold: node.impl.backward(
+                    node.saved, dy, needs=node.needs, into=(None,) * 3, activation=None, fold=fold
+                ),
+            )  # fmt: skip
+            assert dweight.shape == weight.shape and (dx is None) == answer
+            (product,) = offered
+            assert product.weight is weight and product.shape == x.shape
+            assert product.dz.data.ptr == dy.data.ptr
+            return run.products.computed - before
+
+        assert gradient(recorded) == gradient(recorded) == 1 + (not recorded)
+        assert type(next(iter(node.plan.gradients.values()))) is Program
+        assert gradient(recorded) == 1 + (not recorded)
+        assert gradient(not recorded) == 2
+        assert gradient(recorded) == 1 + (not recorded)
