@@ -312,9 +312,15 @@ def test_a_call_without_a_result_runs_once():
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_program_asks_whether_a_product_is_folded(recorded):
+def test_a_program_asks_whether_a_product_is_folded(recorded, monkeypatch):
     """Whatever the answer was when it was recorded."""
-    with fake_runs.training_on("9.0") as run:
+    arena = Arena()  # a product is planned for the alignment of its arrays
+    monkeypatch.setattr(cases, "as_array", arena.array)
+    monkeypatch.setattr(arrays, "allocate", arena.empty)
+    products = fake_runs.Products()
+    with fake_launches.launches_on(GPUS["9.0"]):
+        monkeypatch.setattr(cublaslt, "library", lambda: (products, ""))
+        monkeypatch.setattr(cublaslt, "handle", lambda device: 7)
         x, weight = (cases.floats(np.float16, 64, 64) for _ in range(2))
         dy = cases.floats(np.float16, 64, 64)
         for _ in range(3):
@@ -323,7 +329,7 @@ def test_a_program_asks_whether_a_product_is_folded(recorded):
 
         def gradient(answer):
             del offered[:]
-            before = run.products.computed
+            before = products.computed
             (dx, dweight, _), _ = plans.gradients(
                 node.plan, node.saved, (dy,), (None,) * 3, None,
                 lambda product: offered.append(product) or answer,
@@ -335,7 +341,7 @@ def test_a_program_asks_whether_a_product_is_folded(recorded):
             (product,) = offered
             assert product.weight is weight and product.shape == x.shape
             assert product.dz.data.ptr == dy.data.ptr
-            return run.products.computed - before
+            return products.computed - before
 
         assert gradient(recorded) == gradient(recorded) == 1 + (not recorded)
         assert type(next(iter(node.plan.gradients.values()))) is Program
