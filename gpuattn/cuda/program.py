@@ -47,7 +47,8 @@ class Drawn(int):
 
 
 class Recorder:
-    """Notes the device work of a call on the GPU arrays ``inputs``, which differ in address.
+    """Notes the device work of a call on the GPU arrays ``inputs``, which differ in address, or
+    are one array in later calls too.
 
     ``key``: of the call's random numbers, or None.
     """

@@ -311,6 +311,34 @@ def test_a_call_without_a_result_runs_once():
         assert not plans.table.direct
 
 
+@pytest.mark.usefixtures("no_sums")
+def test_one_array_in_two_places_is_planned(programs, monkeypatch):
+    """Such as the offsets of packed queries and keys; a call with two arrays has its own plan."""
+    arena = Arena()
+    monkeypatch.setattr(cases, "as_array", arena.array)
+    monkeypatch.setattr(arrays, "allocate", arena.empty)
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        qkv = [cases.floats(np.float16, 96, 4, 64) for _ in range(3)]
+        one, two = (arena.array(np.array([0, 40, 96], np.int32)) for _ in range(2))
+        arena.kept = arena.at
+
+        def launches(*offsets):
+            arena.reset()
+            noted.clear()
+            noted.parameters.clear()
+            names = "cu_seqlens_q", "cu_seqlens_k"
+            given = dict(zip(names, offsets, strict=True))
+            cases.back(gpuattn.flash_attention(*cases.wanting(*qkv), **given, max_seqlen_q=56))
+            return copy_of(noted)
+
+        for offsets in ((one, one), (one, two), (two, one), (two, two)) * 5:
+            programs.clear()
+            planned = launches(*offsets)
+            with arrays.without_plans():
+                assert not differences(launches(*offsets), planned, arena)
+        assert programs["forward", True] == 1 and programs["gradients", True] == 1
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_program_asks_whether_a_product_is_folded(recorded, monkeypatch):
     """Whatever the answer was when it was recorded."""
