@@ -189,8 +189,10 @@ def gradients(
     ``saved``: what the plan's program saved. ``grads``: of the results. ``into``: as in ``Impl``.
     ``key``: the call's ``rng.Key``, or None. ``fold``: as in ``impls.Fusion``, or None.
     """
+    if unplanned.get():
+        return run(fold), frozenset()
     found = _gradient_signature(plan, saved, grads, into, fold)
-    if found is None or unplanned.get():
+    if found is None:
         return run(fold), frozenset()
     signed, arrays, addresses = found
     for step in _device_step(key):
