@@ -383,8 +383,7 @@ def _call_backward(node, grads, create_graph, ends, layout, params):
             given = params if fold is None else {**params, "fold": fold}
             return backward(node.saved, *grads, needs=node.needs, into=into, **given)
 
-        fresh: Collection[int] = ()
-        fold = params.get("fold")
+        fold, fresh = params.get("fold"), frozenset[int]()
         if node.plan is None:
             results = run(fold)
         else:

@@ -127,7 +127,7 @@ class Recorder:
             block: list[Any] = []
             while not isinstance(step := self.steps[-1 - len(block)], Begin):
                 block.append(step)
-            if any(isinstance(step, Launch) and step.counted for step in block):
+            if not all(isinstance(step, Product) or _takes_no_counters(step) for step in block):
                 raise Unplaced  # counters are those of the current stream
             touched = set().union(*(step.touched() for step in block))
             targets = [self._place(x.data.ptr) for x in writes]
@@ -370,6 +370,10 @@ class Recorder:
     def _index(self, value):
         """Return the place of an array among those given and allocated, or None."""
         return next((i for i, x in enumerate(self.arrays) if x is value), None)
+
+
+def _takes_no_counters(step):
+    return isinstance(step, Launch) and not step.counted
 
 
 def _short(dtype):
