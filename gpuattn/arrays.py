@@ -25,6 +25,7 @@ CTYPES = {
     BFLOAT16: "bf16",
 }  # names in common/types.cuh
 ARRAYS = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
+DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 MAX_THREADS = 4  # of for_each; BLAS has its own threads
 rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "gpuattn_rehearsing", default=False
@@ -293,6 +294,21 @@ def zeros(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     if (recorder := recorders.get()) is not None:
         recorder.allocated(array, zeroed=True)
     return array
+
+
+def copied(array: Array, dtype: DType) -> Array:
+    """Return a copy of ``array`` in ``dtype``.
+
+    One of contiguous values in their own dtype is ``cudaMemcpyAsync``: CuPy's ``array`` launches a
+    kernel that copies an element a thread.
+    """
+    xp = get_xp(array)
+    if xp is np or array.dtype != dtype or not array.flags.c_contiguous or not array.size:
+        return xp.array(array, dtype)
+    copy, cuda = xp.empty(array.shape, dtype), xp.cuda
+    ends, stream = (copy.data.ptr, array.data.ptr), cuda.get_current_stream().ptr
+    cuda.runtime.memcpyAsync(*ends, array.nbytes, DEVICE_TO_DEVICE, stream)
+    return copy
 
 
 def unrecorded_write() -> None:

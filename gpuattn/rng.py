@@ -209,6 +209,6 @@ def device_arguments(key: Key) -> tuple:
     numbers: tuple = (key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, step)
     recorder = recorders.get()
     # a kernel that draws nothing gets the numbers of another Key(0)
-    if recorder is not None and (key is recorder.key or key != Key(0)):
+    if recorder is not None and (key is recorder.key or on_device or key != Key(0)):
         numbers = recorder.drawn(key, numbers)
     return *numbers, pointer

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from gpuattn import errors, rng
-from gpuattn.arrays import is_array, on_gpu, unplanned
+from gpuattn.arrays import is_array, on_gpu, recorders, unplanned
+from gpuattn.autodiff import side_stream
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.record import Box, constants
 from gpuattn.autodiff.signatures import ALIGNMENT, PLAIN, Caller, Form, Found, Op, Unsigned
 from gpuattn.cuda.program import Program, recorded
@@ -68,11 +70,15 @@ class Plan:
     ) -> tuple[Any, Any] | None:
         """Return (out, saved) of the implementation, or None where the call has to be chosen anew.
 
-        ``params``: of this call. Extends both lists.
+        ``params``: of this call.
         """
         program = self.program
         if program is not None:
-            drawn = rng.device_arguments(params["key"]) if self.draws else None
+            if not self.draws:
+                return program.run(*arrays, *addresses)
+            drawn = rng.device_arguments(params["key"])
+            if drawn[-1] is not None:
+                arrays, addresses = (*arrays, drawn[-1]), (*addresses, drawn[-1].data.ptr)
             return program.run(*arrays, *addresses, drawn)
         inputs = [None if i is None else arrays[i] for i in self.inputs]
         return self.forward(*inputs, needs=self.needs, **params)
@@ -119,7 +125,8 @@ class Draft:
         if chosen.name in NOT_RAW or not self.on_gpu:
             result = run()
         else:
-            with recorded(self.arrays, self.plan.params.get("key")) as recorder:
+            key = self.plan.params.get("key")
+            with recorded((*self.arrays, *_device_step(key)), key) as recorder:
                 result = run()
             out, saved = result
             kept = None if rule is None else saved  # for the gradient alone
@@ -130,6 +137,8 @@ class Draft:
                 plan.direct = plan.program.run if plan.program is not None else None
             else:
                 plan.program = recorder.program((out, kept), owned=out)
+        if self.plan.draws:  # it may hold an array; each call has its own
+            self.plan.params = {**self.plan.params, "key": None}
         self.done = True
         return result
 
@@ -144,7 +153,7 @@ def draft(call: Call, found: Found, drawn: bool) -> Draft | None:
     if (drawn or seed is not None) and "key" not in params:
         return None
     key = params.pop("key", None)
-    if key is not None and type(key.step) is not int:
+    if key is not None and type(key.step) is not int and not is_array(key.step):
         return None
     if call.values_checked or not all(map(_is_plain, params.values())):
         return None
@@ -154,6 +163,11 @@ def draft(call: Call, found: Found, drawn: bool) -> Draft | None:
     if -1 in inputs or -1 in donated:
         return None
     return Draft(Plan(call, tuple(inputs), donated), arrays, addresses)
+
+
+def _device_step(key):
+    """Return the array of a ``rng.Key`` that holds its step, if one on a GPU does, in a list."""
+    return [key.step] if key is not None and on_gpu(key.step) else []
 
 
 def _is_plain(value):
@@ -166,27 +180,34 @@ def _is_plain(value):
 
 
 def gradients(
-    plan: Plan, saved: Any, grads: tuple, into: tuple, key: Any, run: Callable
-) -> tuple[tuple, frozenset[int]]:
-    """Return (``run()``, the gradients of an op's inputs; the places of those nobody else holds).
+    plan: Plan, saved: Any, grads: tuple, into: tuple, key: Any, fold: Callable | None,
+    run: Callable,
+) -> tuple[tuple, frozenset[int]]:  # fmt: skip
+    """Return (the gradients of an op's inputs, ``run(fold)``; the places of those nobody else
+    holds).
 
     ``saved``: what the plan's program saved. ``grads``: of the results. ``into``: as in ``Impl``.
-    ``key``: the call's ``rng.Key``, or None.
+    ``key``: the call's ``rng.Key``, or None. ``fold``: as in ``impls.Fusion``, or None.
     """
-    found = _gradient_signature(plan, saved, grads, into)
-    if found is None or unplanned.get():
-        return run(), frozenset()
+    if unplanned.get():
+        return run(fold), frozenset()
+    found = _gradient_signature(plan, saved, grads, into, fold)
+    if found is None:
+        return run(fold), frozenset()
     signed, arrays, addresses = found
+    for step in _device_step(key):
+        arrays.append(step)
+        addresses.append(step.data.ptr)
     known = plan.gradients.get(signed)
     if type(known) is Program:
         drawn = None if key is None else rng.device_arguments(key)
-        results = known.run(*arrays, *addresses, drawn)
+        results = known.run(*arrays, *addresses, drawn, fold)
         if results is not None:
             return results, known.fresh
     elif known is SEEN:
         before = errors.slow_paths
         with recorded(arrays, key) as recorder:
-            results = run()
+            results = run(None if fold is None else partial(_fold_apart, fold, recorder))
         program = None if errors.slow_paths > before else recorder.program(results)
         plan.gradients[signed] = program or NEVER
         return results, frozenset()
@@ -194,15 +215,33 @@ def gradients(
         if len(plan.gradients) >= MOST_GRADIENTS:
             plan.gradients.clear()
         plan.gradients[signed] = SEEN
-    return run(), frozenset()
+    return run(fold), frozenset()
 
 
-def _gradient_signature(plan, saved, grads, into):
+def _fold_apart(fold, recorder, product):
+    """Return ``fold(product)``, a call that ``recorder`` notes and not what is done in it."""
+    tokens = recorders.set(None), unplanned.set(False)
+    try:
+        taken = fold(product)
+    finally:
+        recorders.reset(tokens[0])
+        unplanned.reset(tokens[1])
+    recorder.offered(product)
+    return taken
+
+
+def _gradient_signature(plan, saved, grads, into, fold):
     """Return (key, arrays, addresses), or None if the gradient is not to be recorded."""
-    key, arrays = [], []
+    key, arrays = [side_stream.current() is not None, fold is not None], []
     for x in grads:
         if x is None:
             key.append(None)
+            continue
+        if type(x) is PendingMatmul:
+            key.append(x.shape)
+            for one in (x.dz, x.weight):
+                key += one.shape, one.strides, one.dtype, one.data.ptr & ALIGNMENT
+                arrays.append(one)
             continue
         if not on_gpu(x):
             return None

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from gpuattn.arrays import import_cupy, on_gpu, without_plans
+from gpuattn.arrays import import_cupy, on_gpu, recorders
 from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.typing import Array
 
@@ -32,28 +32,42 @@ class _SideStream:
         if key not in _streams:
             _streams[key] = cupy.cuda.Stream(non_blocking=True)
         self.stream, self.running = _streams[key], []
+        self.here = cupy.cuda.Event(disable_timing=True)  # on the current stream
         self.deferred, self.deferred_targets, self.deferred_bytes = [], set(), 0
 
     @contextlib.contextmanager
     def work(self, reads, writes):
-        if len(self.running) == MAX_UNJOINED:
-            self.join(1)
-        self.stream.wait_event(self._event_on(self.current))
+        recorder = recorders.get()
+        self.begin()
+        if recorder is not None:
+            recorder.went_beside(current)
         with self.stream:
             yield True
-        self.running.append((self._event_on(self.stream), reads, {x.data.ptr for x in writes}))
+        if recorder is not None:
+            recorder.came_back(writes)
+        self.end(reads, {x.data.ptr for x in writes})
 
-    def _event_on(self, stream):
+    def begin(self):
+        """Begin a block of work; return the address of the side stream."""
+        if len(self.running) == MAX_UNJOINED:
+            self.join(1)
+        self.here.record(self.current)
+        self.stream.wait_event(self.here)
+        return self.stream.ptr
+
+    def end(self, reads, addresses):
+        """End a block of work, which reads memory that ``reads`` keep alive and writes to these
+        addresses; return that of the current stream."""
         event = self.cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
+        event.record(self.stream)
+        self.running.append((event, reads, addresses))
+        return self.current.ptr
 
-    def defer(self, launch, arguments, reads, target):
-        size = sum(x.nbytes for x in reads)
+    def defer(self, launch, arguments, size, address):
         if self.deferred_bytes + size > MAX_DEFERRED_BYTES:
             self.launch_deferred()
         self.deferred.append((launch, arguments))
-        self.deferred_targets.add(target.data.ptr)
+        self.deferred_targets.add(address)
         self.deferred_bytes += size
 
     def launch_deferred(self):
@@ -62,8 +76,12 @@ class _SideStream:
         for launch, arguments in self.deferred:
             together.setdefault(launch, []).append(arguments)
         self.deferred, self.deferred_targets, self.deferred_bytes = [], set(), 0
-        for launch, arguments in together.items():
-            launch(arguments)
+        token = recorders.set(None)  # it is no part of the call that needs it now
+        try:
+            for launch, arguments in together.items():
+                launch(arguments)
+        finally:
+            recorders.reset(token)
 
     def join(self, count):
         """Make the current stream wait for the first ``count`` blocks of work."""
@@ -85,12 +103,16 @@ def enabled(like: Any) -> Iterator[None]:
     side = _SideStream(import_cupy())
     token = _side.set(side)
     try:
-        with without_plans():
-            yield
+        yield
         side.launch_deferred()
     finally:
         _side.reset(token)
         side.join(len(side.running))
+
+
+def current() -> _SideStream | None:
+    """Return what an ``enabled`` block around this keeps, or None."""
+    return _side.get()
 
 
 def on_side_stream(
@@ -117,7 +139,10 @@ def defer(
     side = _side.get()
     if side is None:
         return False
-    side.defer(launch, arguments, reads, target)
+    size = sum(x.nbytes for x in reads)
+    side.defer(launch, arguments, size, target.data.ptr)
+    if (recorder := recorders.get()) is not None:
+        recorder.deferred(current, (launch, size), arguments, target)
     return True
 
 

@@ -105,8 +105,12 @@ class Form:
     def _sign_seed(self, x, kind, xp_array):
         self.seed = x
         if kind is rng.Key:
-            self._refuse_if(f"type({x}.step) is not int")
-        elif kind not in (int, type(None)):
+            step = f"type({x}.step)"
+            self._refuse_if(f"{step} is not int and {step} is not xp_array")
+            self.key.append(f"{step} is int")
+        elif kind in (int, type(None)):
+            self.key.append("True")  # it shares the plans of a Key whose step is an int
+        else:
             raise Unsigned
 
     def _sign_array(self, x, data):
@@ -121,11 +125,16 @@ class Form:
     def function(self) -> Caller:
         """Return the Caller."""
         addresses = [f"p{i + 1}" for i in range(len(self.arrays))] if self.on_gpu else []
-        # the same array, or address, twice: it does not tell which of both a launch reads
         pairs = itertools.combinations(addresses or self.arrays, 2)
         alike = [f"{one} {'==' if addresses else 'is'} {other}" for one, other in pairs]
         if alike:
-            self._refuse_if(" or ".join(alike))
+            names = ", ".join(
+                f"({one}, {other})" for one, other in zip(self.given, self.arrays, strict=True)
+            )
+            self.code.add("alike = None", f"if {' or '.join(alike)}:")
+            self.code.add(f"    alike = {self.code.name('find', _alike)}({names})")
+            self.code.add("    if alike is None:", "        return unplanned(args, kwargs)")
+            self.key.append("alike")
         if self.on_gpu and _several_gpus():
             here = f"{self.code.name('here', import_cupy().cuda.runtime.getDevice)}()"
             self.code.add(f"here = {here}")
@@ -150,6 +159,21 @@ class Form:
         found = f"key, {arrays}, {at}, {given}, {self.seed}"
         self.code.add(f"return planned(args, kwargs, ({found}))")
         return self.code.function("values, args, kwargs")
+
+
+def _alike(*pairs):
+    """Return which of some arrays are one and the same, as pairs of places.
+
+    ``pairs``: (Box or array, array). None: others have the same address, or Boxes the same array,
+    and it does not tell which of both a launch reads.
+    """
+    found = []
+    for (i, (a, x)), (j, (b, y)) in itertools.combinations(enumerate(pairs), 2):
+        if x is y and a is x and b is y:
+            found.append((i, j))
+        elif x is y or (hasattr(x.data, "ptr") and x.data.ptr == y.data.ptr):
+            return None
+    return tuple(found)
 
 
 def _all_plain(values):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec
 
-from gpuattn.arrays import device_of, get_xp, unplanned, without_plans
+from gpuattn.arrays import copied, device_of, unplanned, without_plans
 from gpuattn.autodiff import plans
 from gpuattn.autodiff.arithmetic import added
 from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this module's interface
@@ -378,16 +378,17 @@ def _call_backward(node, grads, create_graph, ends, layout, params):
     with device_of(*grads):
         into = _into(node, ends, layout)
 
-        def run():
+        def run(fold):
             backward = with_hook(node.op, "backward", node.impl.backward)
-            return backward(node.saved, *grads, needs=node.needs, into=into, **params)
+            given = params if fold is None else {**params, "fold": fold}
+            return backward(node.saved, *grads, needs=node.needs, into=into, **given)
 
-        fresh: Collection[int] = ()
-        if node.plan is None or params.get("fold") is not None:
-            results = run()
+        fold, fresh = params.get("fold"), frozenset[int]()
+        if node.plan is None:
+            results = run(fold)
         else:
             drawn = params["key"] if node.plan.draws else None
-            results, fresh = plans.gradients(node.plan, node.saved, grads, into, drawn, run)
+            results, fresh = plans.gradients(node.plan, node.saved, grads, into, drawn, fold, run)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True
@@ -444,6 +445,6 @@ def _accumulate(leaf, grad, fresh):
         leaf.grad, leaf.grad_started = leaf.grad_slot, True
     elif leaf.grad is None:
         kept = fresh and grad.dtype == leaf.data.dtype
-        leaf.grad = grad if kept else get_xp(grad).array(grad, leaf.data.dtype)
+        leaf.grad = grad if kept else copied(grad, leaf.data.dtype)
     else:
-        leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)
+        leaf.grad = added(leaf.grad, grad.astype(leaf.data.dtype, copy=False))

@@ -3,7 +3,8 @@
 A ``Recorder`` is told of every array that a call allocates (``arrays.empty``, ``arrays.zeros``),
 every kernel that it launches and every product that cuBLASLt computes. Of each address that these
 take it notes which array it lies in. A ``Program`` then needs no Python of the op to do the same
-work again: it allocates, writes addresses into launches that are packed already, and launches.
+work again: it allocates, writes addresses into launches that are packed already, and launches. So
+it does with what goes to a side stream or is deferred there (``autodiff.side_stream``).
 
 What the recorder does not see must not touch the device. An address that it cannot place, such as
 that of an array that CuPy made, makes ``Recorder.program`` return None. Only a write by CuPy to an
@@ -23,19 +24,15 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import import_cupy, recorders, without_plans
+from gpuattn.cuda.addresses import WORD, Unplaced, addresses_in, extent
 from gpuattn.cuda.driver_launch import DriverLaunch
 from gpuattn.cuda.generated import Code, unpacked
-from gpuattn.cuda.steps import WORD, Launch, Product
+from gpuattn.cuda.steps import Begin, Deferred, End, Launch, Offer, Product
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
 SMALL = 2 << 20  # bytes of the arrays of a call: a GPU of today reads them in a microsecond
 ALIGNMENT = 512  # bytes: of the memory that CuPy allocates
-NUMBERS = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
-
-
-class Unplaced(Exception):
-    """A call works with something that no later call can be given."""
 
 
 class Drawn(int):
@@ -50,7 +47,8 @@ class Drawn(int):
 
 
 class Recorder:
-    """Notes the device work of a call on the GPU arrays ``inputs``, which differ in address.
+    """Notes the device work of a call on the GPU arrays ``inputs``, which differ in address, or
+    are one array in later calls too.
 
     ``key``: of the call's random numbers, or None.
     """
@@ -62,9 +60,11 @@ class Recorder:
         self.arrays: list[Array] = list(inputs)  # and what is allocated: kept, so no address is
         self.inputs = len(self.arrays)  # given out twice
         self.starts = {x.data.ptr: i for i, x in enumerate(self.arrays)}
-        self.extents = [_extent(x) for x in self.arrays]
+        self.extents = [extent(x) for x in self.arrays]
         self.allocations: list[tuple] = []
-        self.steps: list[Launch | Product] = []
+        self.steps: list[Launch | Product | Begin | End | Deferred | Offer] = []
+        self.beside: set[int] = set()  # the arrays that work on a side stream touches
+        self.together: set[int] = set()  # those that have no memory of their own
         self.constants: list[Array] = []
         self.counts: dict[int, tuple] = {}  # id of an address of counters -> it, how many
         self.maps: dict[int, tuple] = {}  # id of a tensor map -> it, its array, how to encode
@@ -117,6 +117,39 @@ class Recorder:
             places = [None if x is None else self._place(x.data.ptr) for x in operands]
             self.steps.append(Product(plan, places))
 
+    def went_beside(self, side: Callable) -> None:
+        """Note that launches go to a side stream from here on. ``side()``: see ``steps.Begin``."""
+        self.steps.append(Begin(side))
+
+    def came_back(self, writes: Sequence[Array]) -> None:
+        """Note that they go to the current stream again; those beside it wrote to ``writes``."""
+        with self._refusing():
+            block: list[Any] = []
+            while not isinstance(step := self.steps[-1 - len(block)], Begin):
+                block.append(step)
+            if not all(isinstance(step, Product) or _takes_no_counters(step) for step in block):
+                raise Unplaced  # counters are those of the current stream
+            touched = set().union(*(step.touched() for step in block))
+            targets = [self._place(x.data.ptr) for x in writes]
+            touched.discard(-1)  # constant addresses
+            self.beside |= touched
+            self.steps.append(End(sorted(touched), self._memory, targets))
+
+    def deferred(self, side: Callable, given: tuple, arguments: tuple, target: Array) -> None:
+        """Note what is launched later; see ``steps.Deferred``."""
+        with self._refusing():
+            expression = partial(self._expression, value=arguments)
+            place = self._place(target.data.ptr)
+            self.steps.append(Deferred(side, given, arguments, expression, place))
+
+    def offered(self, product: tuple) -> None:
+        """Note ``fold(product)``, by which a caller may take over what is the first result then.
+
+        ``product``: a ``pending_matmul.PendingMatmul``.
+        """
+        self.refused |= any(isinstance(step, Offer) for step in self.steps)
+        self.steps.append(Offer(product, partial(self._expression, value=product)))
+
     @contextlib.contextmanager
     def _refusing(self):
         try:
@@ -135,7 +168,7 @@ class Recorder:
         if i >= 0:
             self.used.add(i)
             return i, address - self.arrays[i].data.ptr
-        if not address or any(lo <= address < hi for lo, hi in map(_extent, self.constants)):
+        if not address or any(lo <= address < hi for lo, hi in map(extent, self.constants)):
             return -1, address
         raise Unplaced
 
@@ -161,7 +194,7 @@ class Recorder:
                 _, x, encode = self.maps[id(args[i])]
                 maps.append((driver.offsets[i], *self._place(x.data.ptr), encode))
                 continue
-            for offset, address in _addresses(args[i]):
+            for offset, address in addresses_in(args[i]):
                 words.append(((driver.offsets[i] + offset) // WORD, self._place(address)))
         words = [(at, *place) for at, place in words if place[0] >= 0]
         given = grid, block, values, shared_bytes
@@ -194,12 +227,12 @@ class Recorder:
             for step in self.steps:
                 step.check(code, True, self.inputs)
             self._run(code)
-            found = self._expression(code, result)
+            found = self._returned(code, result)
             code.add(f"return {found if last is None else code.name('last', last) + f'({found})'}")
         except Unplaced:
             return None
         given = unpacked("x", self.inputs) + unpacked("p", self.inputs)
-        run = code.function(f"{given}drawn=None")
+        run = code.function(f"{given}drawn=None, fold=None")
         return Program(run, self._fresh(result), self.constants)
 
     def _allocate(self, code, result):
@@ -208,7 +241,7 @@ class Recorder:
         Of what is allocated only arrays of ``result`` are made; m2, ... is the memory of others,
         and what has no view in ``result`` either lies together.
         """
-        cupy, here = import_cupy(), set(self._found(result))
+        cupy, here = import_cupy(), set(self._found((result, *self._handed_on())))
         names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc, "ndarray": cupy.ndarray}
         code.values |= names | {"test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0
@@ -223,11 +256,18 @@ class Recorder:
                     self._new_array(code, f"x{i}", f"{of}, m{i}")
             else:
                 apart.append(f"p{i} = together + {code.name('at', size)}")
+                self.together.add(i)
                 size += -(-count // ALIGNMENT) * ALIGNMENT
                 continue
             code.add(f"p{i} = m{i}.ptr")
         if apart:
             code.add(f"memory = alloc({code.name('size', size)})", "together = memory.ptr", *apart)
+
+    def _memory(self, i):
+        """Return the name of what keeps the memory of an array alive."""
+        if i < self.inputs:
+            return f"x{i}"
+        return "memory" if i in self.together else f"m{i}"
 
     def _new_array(self, code, name, given):
         """Write what makes a CuPy array ``name`` of the arguments ``given`` of ``cupy.ndarray``."""
@@ -273,9 +313,27 @@ class Recorder:
     def _fresh(self, result):
         """Return the places, in a tuple, of arrays that were allocated and are there once."""
         values = result if isinstance(result, tuple) else ()
-        new = {id(x) for x in self.arrays[self.inputs :]}
+        new = {id(x) for x in self.arrays[self.inputs :]} - self._read_later()
         count = collections.Counter(map(id, values))
         return frozenset(i for i, x in enumerate(values) if id(x) in new and count[id(x)] == 1)
+
+    def _handed_on(self):
+        """Return what others get of the arrays, beside the caller."""
+        return tuple(step.arguments for step in self.steps if isinstance(step, Deferred | Offer))
+
+    def _read_later(self):
+        """Return the ids of arrays that may be read once the call has ended."""
+        found = {place for place, _ in self._found(self._handed_on())}
+        return {id(self.arrays[i]) for i in found | self.beside}
+
+    def _returned(self, code, result):
+        """Return the text of the result."""
+        if not any(isinstance(step, Offer) for step in self.steps):
+            return self._expression(code, result)
+        first, *rest = result
+        own = "product.compute()" if first is None else self._expression(code, first)
+        others = "".join(f"{self._expression(code, x)}, " for x in rest)
+        return f"(None if taken else {own}, {others})"
 
     def _expression(self, code, value, first=0):
         """Return the text of what makes ``value`` of the arrays.
@@ -314,48 +372,22 @@ class Recorder:
         return next((i for i, x in enumerate(self.arrays) if x is value), None)
 
 
+def _takes_no_counters(step):
+    return isinstance(step, Launch) and not step.counted
+
+
 def _short(dtype):
     """Return what CuPy finds a dtype by the soonest: NumPy's own ones by their letters."""
     return dtype.char if dtype.isbuiltin == 1 else dtype
 
 
-def _extent(x):
-    """Return the first address of an array, and the one behind its last byte."""
-    low = high = x.data.ptr
-    for n, step in zip(x.shape, x.strides, strict=True):
-        if n:
-            low, high = low + min(0, (n - 1) * step), high + max(0, (n - 1) * step)
-    return low, high + x.itemsize
-
-
-def _addresses(struct):
-    """Return (offset, address) of every address in a struct that a kernel takes by value.
-
-    ``struct``: a view, as bytes, of numbers, or of an array of one element with named fields.
-    """
-    fields = struct if struct.dtype.names else struct.base
-    if fields is not None and fields.dtype in NUMBERS:
-        return []
-    if fields is None or not fields.dtype.names or fields.size != 1:
-        raise Unplaced  # such as a tensor map that nobody told of
-    found = []
-    for dtype, at, *_ in fields.dtype.fields.values():
-        if dtype.base != np.uint64:
-            continue
-        if at % WORD:
-            raise Unplaced
-        count = math.prod(dtype.shape)
-        raw = np.frombuffer(fields.tobytes(), np.uint64, count, at)
-        found += [(at + WORD * i, int(value)) for i, value in enumerate(raw) if value]
-    return found
-
-
 class Program(NamedTuple):
     """What ``Recorder.program`` returns.
 
-    ``run(*arrays, *addresses, drawn=None)`` does the work on arrays like those of the recorded call
-    and returns the call's result; or None, with nothing done, where a product does not take their
-    addresses. ``drawn``: what ``rng.device_arguments`` returns for the call's key, if it has one.
+    ``run(*arrays, *addresses, drawn=None, fold=None)`` does the work on arrays like those of the
+    recorded call and returns the call's result; or None, with nothing done, where a product does
+    not take their addresses. ``drawn``: what ``rng.device_arguments`` returns for the call's key,
+    if it has one. ``fold``: see ``impls.Fusion``.
     ``fresh``: the places, in the result, of arrays that a run allocates and that are there once.
     ``constants``: arrays whose addresses are in launches.
     """

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from gpuattn.arrays import import_cupy
+from gpuattn.cuda.addresses import WORD
 from gpuattn.cuda.driver_launch import EXTRA_AT, PROGRAMMATIC, STREAM_AT
 from gpuattn.cuda.generated import Code
 from gpuattn.cuda.kernels import launches
 from gpuattn.cuda.scratch import counters
 
-WORD = 8  # bytes of an address
 STREAM_WORD = STREAM_AT // WORD
 MAP_BYTES, MOST_MAPS = 128, 64  # of a tensor map; maps that a launch remembers for each array
 
@@ -41,6 +41,10 @@ class Launch:
         view = memoryview(packed.memory).cast("B")
         more = [view.cast("I")] * bool(self.numbers) + [view] * bool(self.maps)
         return [packed, view.cast("Q"), packed.address, packed.address + EXTRA_AT, *more]
+
+    def touched(self) -> set[int]:
+        """Return which arrays the launch reads or writes."""
+        return {place for _, place, *_ in (*self.words, *self.maps)}
 
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """A launch takes any addresses."""
@@ -106,6 +110,10 @@ class Product:
     def __init__(self, plan: Any, places: list[Any]) -> None:
         self.plan, self.places = plan, places
 
+    def touched(self) -> set[int]:
+        """Return which arrays the product reads or writes."""
+        return {place[0] for place in self.places if place is not None}
+
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """Return None where the product does not take the addresses of arrays.
 
@@ -129,6 +137,77 @@ class Product:
     def _fail(self):
         kind = self.plan.kind
         raise RuntimeError(f"matmul: cuBLASLt refuses a product that it computed: {kind}")
+
+
+class Begin:
+    """The begin of a block of work on a side stream. ``side()``: returns what has the stream."""
+
+    def __init__(self, side: Callable) -> None:
+        self.side = side
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes no addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        code.add(f"side = {code.name('side', self.side)}()", "stream = side.begin()")
+
+
+class End:
+    """The end of such a block.
+
+    ``arrays``: those that the block touches; ``memory(array)``: the name of what keeps one alive.
+    ``targets``: (which array, offset) of what it writes.
+    """
+
+    def __init__(self, arrays: list[int], memory: Callable, targets: list[tuple]) -> None:
+        self.arrays, self.memory, self.targets = arrays, memory, targets
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        kept = ", ".join(dict.fromkeys(map(self.memory, self.arrays)))
+        written = ", ".join(_address(*target) for target in self.targets)
+        code.add(f"stream = side.end([{kept}], {{{written}}})")
+
+
+class Deferred:
+    """What a side stream's owner launches later, together with other such work.
+
+    ``side``: as of Begin. ``given``: ``launch``, and how many bytes it reads. ``arguments``: of
+    ``launch``; ``expression(code)``: the text of them. ``target``: (which array, offset).
+    """
+
+    def __init__(
+        self, side: Callable, given: tuple, arguments: tuple, expression: Callable, target: tuple
+    ) -> None:
+        self.side, self.given, self.target = side, given, target
+        self.arguments, self.expression = arguments, expression
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        (launch, size), given = self.given, self.expression(code)
+        launch, size = code.name("launch", launch), code.name("size", size)
+        to, side = _address(*self.target), code.name("side", self.side)
+        code.add(f"{side}().defer({launch}, {given}, {size}, {to})")
+
+
+class Offer:
+    """A product that the caller may compute in a way of its own, in the middle of the call.
+
+    ``arguments``: what describes the product; ``expression(code)``: the text of it.
+    """
+
+    def __init__(self, arguments: tuple, expression: Callable) -> None:
+        self.arguments, self.expression = arguments, expression
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """It takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        code.add(f"product = {self.expression(code)}", "taken = fold(product)")
 
 
 def _address(place: int, offset: int) -> str:

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 
 import fake_launches
+import fake_runs
 import numpy as np
 import pytest
 from fake_cublaslt import Array, CublasLt, Memory
@@ -140,6 +141,18 @@ def programs(monkeypatch):
     return counts
 
 
+@pytest.fixture
+def no_sums(monkeypatch):
+    """Gradients of leaves are not added: what a sum reads is a copy unless a program made it."""
+
+    def accumulate(leaf, grad, fresh, inner=tape._accumulate):
+        leaf.grad = None
+        inner(leaf, grad, fresh)
+
+    monkeypatch.setattr(tape, "_accumulate", accumulate)
+
+
+@pytest.mark.usefixtures("no_sums")
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 @pytest.mark.parametrize("card", ["8.0", "9.0"])
 def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
@@ -148,7 +161,7 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
     monkeypatch.setattr(arrays, "allocate", arena.empty)
 
     class Products(CublasLt):
-        Epilogue = __import__("fake_runs").Products.Epilogue
+        Epilogue = fake_runs.Products.Epilogue
 
         def matmul(self, *values):
             products.append(tuple(int(v) for i, v in enumerate(values) if i in (3, 5, 8, 10)))
@@ -190,6 +203,7 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
     assert programs["forward", True] > 50 and programs["gradients", True] > 50
 
 
+@pytest.mark.usefixtures("no_sums")
 @pytest.mark.parametrize("recorded", [0, 5])
 def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monkeypatch):
     arena = Arena()
@@ -207,9 +221,15 @@ def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monk
             cases.back(gpuattn.gelu(*cases.wanting(x), p=0.5, seed=seed))
             return copy_of(noted)
 
+        on_device = [
+            keys.Key(seed, stream, arena.array(np.array([step], np.uint32)))
+            for seed, stream, step in ((0, 0, 0), (0, 0, 0), (4, 5, 6))
+        ]
+        arena.kept = arena.at
         for _ in range(5):
             launches(recorded)
-        for seed in (0, 7, 1 << 40, keys.Key(1, 2, 3)):
+            launches(on_device[recorded % 2])
+        for seed in (0, 7, 1 << 40, keys.Key(1, 2, 3), *on_device):
             programs.clear()
             planned = launches(seed)
             assert programs["forward", True] == 2 and programs["gradients", True] == 3
@@ -289,3 +309,70 @@ def test_a_call_without_a_result_runs_once():
             noted.clear()
             assert doubled(x) is None and len(noted) == 1
         assert not plans.table.direct
+
+
+@pytest.mark.usefixtures("no_sums")
+def test_one_array_in_two_places_is_planned(programs, monkeypatch):
+    """Such as the offsets of packed queries and keys; a call with two arrays has its own plan."""
+    arena = Arena()
+    monkeypatch.setattr(cases, "as_array", arena.array)
+    monkeypatch.setattr(arrays, "allocate", arena.empty)
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        qkv = [cases.floats(np.float16, 96, 4, 64) for _ in range(3)]
+        one, two = (arena.array(np.array([0, 40, 96], np.int32)) for _ in range(2))
+        arena.kept = arena.at
+
+        def launches(*offsets):
+            arena.reset()
+            noted.clear()
+            noted.parameters.clear()
+            names = "cu_seqlens_q", "cu_seqlens_k"
+            given = dict(zip(names, offsets, strict=True))
+            cases.back(gpuattn.flash_attention(*cases.wanting(*qkv), **given, max_seqlen_q=56))
+            return copy_of(noted)
+
+        for offsets in ((one, one), (one, two), (two, one), (two, two)) * 5:
+            programs.clear()
+            planned = launches(*offsets)
+            with arrays.without_plans():
+                assert not differences(launches(*offsets), planned, arena)
+        assert programs["forward", True] == 1 and programs["gradients", True] == 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_program_asks_whether_a_product_is_folded(recorded, monkeypatch):
+    """Whatever the answer was when it was recorded."""
+    arena = Arena()  # a product is planned for the alignment of its arrays
+    monkeypatch.setattr(cases, "as_array", arena.array)
+    monkeypatch.setattr(arrays, "allocate", arena.empty)
+    products = fake_runs.Products()
+    with fake_launches.launches_on(GPUS["9.0"]):
+        monkeypatch.setattr(cublaslt, "library", lambda: (products, ""))
+        monkeypatch.setattr(cublaslt, "handle", lambda device: 7)
+        x, weight = (cases.floats(np.float16, 64, 64) for _ in range(2))
+        dy = cases.floats(np.float16, 64, 64)
+        for _ in range(3):
+            node = gpuattn.linear(*cases.wanting(x, weight)).node
+        offered = []
+
+        def gradient(answer):
+            del offered[:]
+            before = products.computed
+            (dx, dweight, _), _ = plans.gradients(
+                node.plan, node.saved, (dy,), (None,) * 3, None,
+                lambda product: offered.append(product) or answer,
+                lambda fold: node.impl.backward(
+                    node.saved, dy, needs=node.needs, into=(None,) * 3, activation=None, fold=fold
+                ),
+            )  # fmt: skip
+            assert dweight.shape == weight.shape and (dx is None) == answer
+            (product,) = offered
+            assert product.weight is weight and product.shape == x.shape
+            assert product.dz.data.ptr == dy.data.ptr
+            return products.computed - before
+
+        assert gradient(recorded) == gradient(recorded) == 1 + (not recorded)
+        assert type(next(iter(node.plan.gradients.values()))) is Program
+        assert gradient(recorded) == 1 + (not recorded)
+        assert gradient(not recorded) == 2
+        assert gradient(recorded) == 1 + (not recorded)

@@ -3,8 +3,10 @@
 import gc
 import weakref
 
+import fake_launches
 import numpy as np
 import pytest
+from fake_gpu import GPUS
 
 from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
@@ -28,6 +30,37 @@ def test_gradients_add_up_over_calls():
     for _ in range(2):
         (x * 2).sum().backward()
     assert x.grad.tolist() == [4.0]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_gradients_share_no_memory(xp, dtype):
+    """Neither with each other nor with the array that backward began with, before and with plans.
+
+    float64 leaves take a copy in another dtype.
+    """
+    given = xp.asarray([[1.0, 2.0, 3.0]] * 2, "float32" if dtype == "float64" else dtype)
+    for grad in (given, given.T.copy().T):
+        for _ in range(5):
+            x, y = (Tensor(xp.ones((2, 3), dtype), requires_grad=True) for _ in range(2))
+            (x + y).backward(grad)
+            (x + y).backward(grad)
+            for edited in (x.grad, y.grad):
+                assert edited.dtype == dtype and to_cpu(edited)[1].tolist() == [2.0, 4.0, 6.0]
+                edited[...] = 0
+            assert to_cpu(grad)[1].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_gradients_of_leaves_are_copied_without_launches():
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        given = fake_launches.as_array(np.arange(16, dtype=np.float16).reshape(2, 8))
+        for _ in range(5):
+            noted.clear()
+            leaves = [Tensor(given * 1, requires_grad=True) for _ in range(2)]
+            (leaves[0] + leaves[1]).backward(given)
+            assert [launch.name for launch in noted] == ["arithmetic"], "of the forward"
+            arrays = [given, *(leaf.grad for leaf in leaves)]
+            assert len({array.data.ptr for array in arrays}) == 3
+            assert all((array == given).all() for array in arrays)
 
 
 def test_a_chain_of_20000_calls():

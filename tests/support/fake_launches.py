@@ -41,11 +41,12 @@ class Launch(NamedTuple):
 
 
 class Noted(list):
-    """Launches so far. ``parameters``: of each launch, the bytes of each."""
+    """Launches so far. ``parameters``: of each launch, the bytes of each. ``streams``: addresses
+    of their streams."""
 
     def __init__(self):
         super().__init__()
-        self.parameters = []
+        self.parameters, self.streams = [], []
 
 
 class _Kernel(kernels.Kernel):
@@ -82,12 +83,14 @@ class _Function:
         values = driver.values(args)
         packed = driver.pack(grid, block, values, shared_mem, 0)
         found = _parameters(self.kernel, packed.parameters, packed.extra)
-        self.note(grid, block, shared_mem, found)
+        stream = sys.modules["cupy"].cuda.get_current_stream().ptr
+        self.note(grid, block, shared_mem, found, stream)
 
-    def note(self, grid, block, shared_bytes, parameters):
+    def note(self, grid, block, shared_bytes, parameters, stream):
         grid, block = ((*sides, 1, 1)[:3] for sides in (grid, block))
-        self.noted.append(Launch(*self.key, grid, block, shared_bytes))
         self.noted.parameters.append(parameters)
+        self.noted.streams.append(stream)
+        self.noted.append(Launch(*self.key, grid, block, shared_bytes))
 
 
 def _parameters(kernel, parameters, extra):
@@ -138,6 +141,7 @@ def fake_cupy(record):
             getDevice=lambda: 0,
             getDeviceCount=lambda: 1,
             memsetAsync=lambda *_: None,
+            memcpyAsync=lambda to, source, size, *_: ctypes.memmove(to, source, size),
             driverGetVersion=lambda: record.driver_version,
         ),
     )
@@ -167,15 +171,16 @@ def launches_on(record):
 
     def driver_launch(config, function, parameters, extra):
         (one,) = (one for one in functions.values() if one.ptr == function)
-        shape = struct.unpack_from("7I", ctypes.string_at(config, 28))
-        one.note(shape[:3], shape[3:6], shape[6], _parameters(one.kernel, parameters, extra))
+        *shape, stream = struct.unpack_from("7IP", ctypes.string_at(config, 40))
+        found = _parameters(one.kernel, parameters, extra)
+        one.note(shape[:3], shape[3:6], shape[6], found, stream)
         return 0
 
     def launch_kernel(function, *sizes):
-        *shape, _, parameters, extra = sizes
+        *shape, stream, parameters, extra = sizes
         (one,) = (one for one in functions.values() if one.ptr == function)
         found = _parameters(one.kernel, parameters, extra)
-        one.note(shape[:3], shape[3:6], shape[6], found)
+        one.note(shape[:3], shape[3:6], shape[6], found, stream)
 
     cached = gpu, tensor_maps._encode
     with contextlib.ExitStack() as stack:
