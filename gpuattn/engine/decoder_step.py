@@ -24,11 +24,10 @@ THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
-MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
-# WIDE: the most columns of a model that takes one launch for all MOST_ROWS rows. With 1,600 columns
-# (GPT-2 1.5B) and 32 rows a step op by op was faster, with 16 rows one launch: so wider models take
-# one launch for up to MOST_WIDE_ROWS rows. Between 1,024 and 1,600 columns nothing was measured.
-WIDE, MOST_WIDE_ROWS = 1024, 16
+# (columns of the model, rows of a step) at most: with more rows it was faster op by op, as measured
+# with 768, 1,024, 1,280 and 1,600 columns. Wider models than these have MOST_ROWS_WIDER.
+MOST_ROWS, MOST_ROWS_WIDER = ((768, 64), (1024, 32)), 16
+MOST_KEYS = 8192  # of all rows
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
 WARP_KEYS = 32  # that a warp takes at a time, in attention
@@ -69,7 +68,8 @@ def refusal(model: Any, rows: int, room: int) -> str | None:
     """Return why a step of ``rows`` texts of up to ``room`` keys is not one launch, or None."""
     if reason := weights_refusal(model, FILE):
         return reason
-    most = MOST_ROWS if model.config.d_model <= WIDE else MOST_WIDE_ROWS
+    width = model.config.d_model
+    most = next((rows for columns, rows in MOST_ROWS if width <= columns), MOST_ROWS_WIDER)
     if rows > most or rows * room > MOST_KEYS:
         got = f"there are {rows} rows of up to {room} keys"
         return f"{got}; up to {most} rows and {MOST_KEYS} keys in all one launch is faster"

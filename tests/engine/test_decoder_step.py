@@ -106,7 +106,7 @@ def test_blocks_that_share_keys(count, heads, head_dim, room, split):
     assert decoder_step.DecoderStep._split(step, heads, room) == (split, 6)
 
 
-WIDE = {"d_model": 1056, "heads": 33, "layers": 1}
+WIDE, WIDER = ({"d_model": d, "heads": d // 32, "layers": 1} for d in (800, 1056))
 REFUSALS = [  # settings of GPT-2, rows, room, dtype, GPU, what is said
     ({}, 4, 64, "float16", "9.0", None), ({}, 64, 128, "bfloat16", "9.0", None),
     ({}, 4, 64, "float16", "10.0", "capability is 10.0, the kernel needs 9.0"),
@@ -116,8 +116,9 @@ REFUSALS = [  # settings of GPT-2, rows, room, dtype, GPU, what is said
     ({}, 4, 64, "float16", "12.0", "capability is 12.0, the kernel needs 9.0"),
     ({}, 65, 64, "float16", "9.0", "there are 65 rows of up to 64 keys; up to 64 rows and 8192"),
     ({}, 64, 129, "float16", "9.0", "there are 64 rows of up to 129 keys"),
-    (WIDE, 16, 64, "float16", "9.0", None),
-    (WIDE, 17, 64, "float16", "9.0", "there are 17 rows of up to 64 keys; up to 16 rows and 8192"),
+    (WIDE, 32, 64, "float16", "9.0", None), (WIDER, 16, 64, "float16", "9.0", None),
+    (WIDE, 33, 64, "float16", "9.0", "there are 33 rows of up to 64 keys; up to 32 rows and 8192"),
+    (WIDER, 17, 64, "float16", "9.0", "there are 17 rows of up to 64 keys; up to 16 rows and 8192"),
     ({"positions": "rotary"}, 4, 64, "float16", "9.0", "queries and keys are rotated"),
     ({"heads": 4}, 4, 64, "float16", "9.0", "the head size is 16, the kernel takes 32, 64 or 128"),
     ({"activation": "gelu_exact"}, 4, 64, "float16", "9.0", "the activation is not ReLU"),
