@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn import rng
-from gpuattn.arrays import batch_invariant, import_cupy
+from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
 from gpuattn.autodiff.record import Box
 from gpuattn.cuda.generated import Code, unpacked
 from gpuattn.impls import overrides
@@ -171,7 +171,7 @@ def _alike(*pairs):
     for (i, (a, x)), (j, (b, y)) in itertools.combinations(enumerate(pairs), 2):
         if x is y and a is x and b is y:
             found.append((i, j))
-        elif x is y or (hasattr(x.data, "ptr") and x.data.ptr == y.data.ptr):
+        elif x is y or (on_gpu(x) and x.data.ptr == y.data.ptr):
             return None
     return tuple(found)
 

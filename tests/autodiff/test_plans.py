@@ -11,6 +11,7 @@ import fake_launches
 import fake_runs
 import numpy as np
 import pytest
+from checks import dtype_of
 from fake_cublaslt import Array, CublasLt, Memory
 from fake_gpu import GPUS
 from ops import test_launch_plans as cases
@@ -376,3 +377,19 @@ def test_a_program_asks_whether_a_product_is_folded(recorded, monkeypatch):
         assert gradient(recorded) == 1 + (not recorded)
         assert gradient(not recorded) == 2
         assert gradient(recorded) == 1 + (not recorded)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_numpy_array_in_two_places(dtype):
+    """Arrays of bfloat16 have no buffer, so nothing may ask for their memory."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((96, 2, 8)).astype(dtype_of(dtype)) for _ in range(3))
+    offsets, equal = (np.array([0, 40, 96], np.int32) for _ in range(2))
+    found = [
+        gpuattn.flash_attention(
+            q, k, v, cu_seqlens_q=one, cu_seqlens_k=other, max_seqlen_q=56, max_seqlen_k=56
+        )
+        for one, other in ((offsets, offsets), (offsets, equal)) * 4
+    ]
+    for out in found[1:]:
+        np.testing.assert_array_equal(out, found[0])
