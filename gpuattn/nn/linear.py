@@ -37,7 +37,7 @@ class Linear(Module):
         self.activation = activation
 
     def __call__(self, x: Any, first: int = 0) -> Any:
-        """Return the outputs from number ``first`` on: (..., outputs - first)."""
+        """Return the outputs from number ``first`` on, (..., outputs - first)."""
         weight, bias = self.weight, self.bias
         if first:
             weight, bias = weight[first:], None if bias is None else bias[first:]
