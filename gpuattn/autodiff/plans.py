@@ -280,10 +280,6 @@ def _places(saved, seen):
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def _unsigned(op, values, args, kwargs):
-    return op.unplanned(args, kwargs)
-
-
 class Table:
     """{signature: Plan, SEEN or NEVER} of at least the MOST signatures that were used last."""
 
@@ -308,8 +304,7 @@ class Table:
         array = next(iter(plain + boxed), None)
         found = kinds if kinds not in self.forms else (kinds, array)
         if found not in self.forms:
-            unsigned = partial(_unsigned, op)
-            other = unsigned if found is not kinds else partial(self._other, kinds, names, op)
+            other = op.unplanned if found is not kinds else partial(self._other, kinds, names, op)
             try:
                 # an int and a Key as seeds share plans
                 places = len(values) - len(names)
@@ -321,15 +316,14 @@ class Table:
                 form = Form(start, values, names, array, op, self.direct.get, other)
                 self.forms[found] = form.function()
             except Unsigned:
-                self.forms[found] = unsigned
+                self.forms[found] = op.unplanned
         return self.forms[found]
 
     def _other(
-        self, kinds: tuple, names: tuple[str, ...], op: Op, values: tuple, args: tuple,
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self, kinds: tuple, names: tuple[str, ...], op: Op, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Make a call of the ``kinds`` of another one whose Boxes held arrays of another class."""
-        return self.form(kinds, values, names, op)(values, args, kwargs)
+        return self.form(kinds, (*args, *kwargs.values()), names, op)(args, kwargs)
 
     def find(self, key: tuple) -> Any:
         plan = self.young.get(key)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn import rng
-from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
+from gpuattn.arrays import batch_invariant, import_cupy, on_gpu, unplanned
 from gpuattn.autodiff.record import Box
 from gpuattn.cuda.generated import Code, unpacked
 from gpuattn.impls import overrides
@@ -26,20 +26,21 @@ ALIGNMENT = 15  # address & ALIGNMENT: kernels read 16 bytes at a time
 # order. ``addresses``: of those on a GPU. ``given``: ``arrays`` with their Boxes, None if there is
 # none. ``seed``: the argument of that name; its value is no part of the key.
 Found = tuple[tuple, tuple[Array, ...], tuple[int, ...], tuple | None, Any]
-# makes a call: of its values, those of keywords last, and of its arguments as they were given
-Caller = Callable[[tuple, tuple, dict[str, Any]], Any]
+Caller = Callable[[tuple, dict[str, Any]], Any]  # makes a call of its arguments
 
 
 class Op(NamedTuple):
     """How calls of an op are made.
 
     ``recording()``: whether calls are recorded. ``planned(args, kwargs, found)``: makes a call that
-    may have a plan. ``unplanned(args, kwargs)``: one that has none.
+    may have a plan. ``unplanned(args, kwargs)``: one that has none. ``any(args, kwargs)``: a call
+    of any form.
     """
 
     recording: Callable[[], bool]
     planned: Callable[[tuple, dict[str, Any], Found], Any]
-    unplanned: Callable[[tuple, dict[str, Any]], Any]
+    unplanned: Caller
+    any: Caller
 
 
 class Unsigned(Exception):
@@ -49,6 +50,7 @@ class Unsigned(Exception):
 class Form:
     """Writes the Caller of calls whose values have the types and names of ``values``.
 
+    It passes calls with other arguments, and those ``without_plans``, on to ``op.any``.
     ``start``: what keys begin with. ``names``: of the last of ``values``. ``xp_array``: the class
     of all arrays. ``direct``: returns the ``Plan.direct`` of a key, or None. ``other``: the Caller
     if Boxes hold arrays of another class. Raises Unsigned.
@@ -65,19 +67,34 @@ class Form:
         self.code = Code(
             start=start, xp_array=xp_array, other=other, overrides=overrides.get,
             invariant=batch_invariant.get, direct=direct, is_recording=op.recording,
-            planned=op.planned, unplanned=op.unplanned,
+            planned=op.planned, unplanned=op.unplanned, any=op.any, plans_off=unplanned.get,
         )  # fmt: skip
         self.key = ["start"]
         self.arrays: list[str] = []
         self.given: list[str] = []
         self.seed = "None"
-        self.code.add(f"{unpacked('x', len(values))}= values")
+        self._expect(values, names)
         if any(isinstance(value, Box) for value in values):
             self.code.add("recording = is_recording()")
         names = (*[""] * (len(values) - len(names)), *names)
         for i, (value, name) in enumerate(zip(values, names, strict=True)):
             sign = self._sign_seed if name == "seed" else self._sign
             sign(f"x{i}", type(value), xp_array)
+
+    def _expect(self, values, names):
+        """Name the values x0, x1, ..., if they are as many and of the same types and names."""
+        expected, given = len(values) - len(names), "args"
+        other = "kwargs"
+        if names:
+            other = f"(*kwargs,) != {self.code.name('names', names)}"
+            given = "(*args, *kwargs.values())"
+        self.code.add(f"if {other} or len(args) != {expected} or plans_off():")
+        self.code.add("    return any(args, kwargs)")
+        if values:
+            kinds = [self.code.name("kind", type(value)) for value in values]
+            other = " or ".join(f"type(x{i}) is not {kind}" for i, kind in enumerate(kinds))
+            self.code.add(f"{unpacked('x', len(values))}= {given}", f"if {other}:")
+            self.code.add("    return any(args, kwargs)")
 
     def _refuse_if(self, condition):
         self.code.add(f"if {condition}:", "    return unplanned(args, kwargs)")
@@ -89,7 +106,7 @@ class Form:
             data = x.replace("x", "data")
             self.code.add(f"{data} = {x}.data")
             self.code.add(f"if type({data}) is not xp_array:")
-            self.code.add("    return other(values, args, kwargs)")
+            self.code.add("    return other(args, kwargs)")
             self.key.append(f"recording and {x}.requires_grad")
             self._sign_array(x, data)
         elif kind is float:
@@ -116,7 +133,12 @@ class Form:
     def _sign_array(self, x, data):
         self.given.append(x)
         self.arrays.append(data)
-        self.key += [f"{data}.shape", f"{data}.strides", f"{data}.dtype"]
+        strides = f"{data}.strides"
+        if self.on_gpu and hasattr(self.code.values["xp_array"], "_c_contiguous"):
+            # a tenth of the tuple's time. Strides of axes of size 1, which it does not tell, say
+            # nothing of where an element lies, nor does ``flags``, by which kernels are chosen
+            strides = f"{data}._c_contiguous or {strides}"
+        self.key += [f"{data}.shape", strides, f"{data}.dtype"]
         if self.on_gpu:
             address = f"p{len(self.arrays)}"
             self.code.add(f"{address} = {data}.data.ptr")
@@ -158,7 +180,7 @@ class Form:
             )  # fmt: skip
         found = f"key, {arrays}, {at}, {given}, {self.seed}"
         self.code.add(f"return planned(args, kwargs, ({found}))")
-        return self.code.function("values, args, kwargs")
+        return self.code.function("args, kwargs")
 
 
 def _alike(*pairs):

@@ -96,10 +96,7 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
         plans.table.keep(key, plan or plans.SEEN)
         return _run(call)
 
-    how = plans.Op(_recording.get, planned_call, unplanned_call)
-
-    @functools.wraps(check)
-    def run(*args, **kwargs):
+    def any_call(args, kwargs):
         if unplanned.get():
             return _run(check(*args, **kwargs))
         values, count = args, len(args)
@@ -121,8 +118,17 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
         try:
             call = table.forms[kinds]
         except KeyError:
-            call = table.form(kinds, values, tuple(kwargs), how)
-        return call(values, args, kwargs)
+            return table.form(kinds, values, tuple(kwargs), how)(args, kwargs)
+        if call is not unplanned_call:
+            last[0] = call
+        return call(args, kwargs)
+
+    how = plans.Op(_recording.get, planned_call, unplanned_call, any_call)
+    last = [any_call]  # the Caller of the last form: most calls have the form of the one before
+
+    @functools.wraps(check)
+    def run(*args, **kwargs):
+        return last[0](args, kwargs)
 
     run.prepare = check  # type: ignore[attr-defined]
     return run

@@ -62,7 +62,7 @@ class Launch:
         for at, place, offset, encode in self.maps:
             maps = code.name("maps", _Maps(encode))
             code.add(f"bytes{i}[{at}:{at + MAP_BYTES}] = {maps}[{_address(place, offset)}]")
-        function, name = code.name("function", self.driver.function.ptr), self.kernel.name
+        function = code.name("function", self.driver.function.ptr)
         to_stream = f"words{i}[{STREAM_WORD}] = stream"
         again = f"{code.name('again', self.driver.launch)}(packed{i})"  # or raises
         lists = f"extra{i}, 0" if self.driver.by_address else f"0, extra{i}"
@@ -84,7 +84,7 @@ class Launch:
         else:
             call = code.name("launch", self.driver.driver_launch)
             code.add(to_stream, f"if {call}(at{i}, {function}, {lists}):", f"    {again}")
-        code.add(f"{code.name('launches', launches)}[{name!r}] += 1")
+        code.add(f"{code.name('count', launches.place(self.kernel.name))}[0] += 1")
 
 
 class _Maps(dict[int, bytes]):

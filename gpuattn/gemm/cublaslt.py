@@ -298,7 +298,7 @@ class MatmulPlan:
     ) -> None:  # fmt: skip
         """Create the descriptors. ``types``: of the operands and of the product, as in TYPES."""
         lt, operand_type, out_type = self.lt, *types
-        self.name = f"matmul {epilogue}" if epilogue else "matmul"
+        self.count = launches.place(f"matmul {epilogue}" if epilogue else "matmul")
         self.accumulate = accumulate
         factors = FACTORS[FLOAT64 if compute == COMPUTE_64F else FLOAT32]
         self.alpha = factors[1:].ctypes.data
@@ -425,7 +425,7 @@ class MatmulPlan:
             if error.status in NOTHING_FITS:
                 return False
             raise _failure(error, f"on a product of shape {self.shape}") from error
-        launches[self.name] += 1
+        self.count[0] += 1
         return True
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
