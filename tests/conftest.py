@@ -1,6 +1,7 @@
 """Fixtures (array modules, seeded numbers, poisoned memory) and the choice of tests that run."""
 
 import collections
+import contextlib
 import inspect
 import os
 
@@ -211,10 +212,11 @@ def poisoned_memory(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def own_plans(request, monkeypatch):
+def own_plans(request):
     """A test that patches modules finds no plans of other tests' calls, and leaves none."""
-    if "monkeypatch" in inspect.signature(request.function).parameters:
-        monkeypatch.setattr(plans, "table", plans.Table())
+    patches = "monkeypatch" in inspect.signature(request.function).parameters
+    with plans.own_table() if patches else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

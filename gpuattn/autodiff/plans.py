@@ -10,7 +10,8 @@ strings, draws random numbers but by its parameter "key", or checks the values o
 (``Call.values_checked``).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -350,3 +351,24 @@ class Table:
 
 SEEN, NEVER = object(), object()  # of a signature met once; of one without plan or program
 table = Table()
+# Op.any -> [the Caller of the op's last form, which most calls have]; at first, Op.any itself
+last_callers: dict[Caller, list[Caller]] = {}
+
+
+@contextlib.contextmanager
+def own_table() -> Iterator[None]:
+    """Keep the plans of a block, as of a test that patches modules, apart from all others."""
+    global table
+    before = table
+    try:
+        table = Table()
+        _forget_last()
+        yield
+    finally:
+        table = before
+        _forget_last()
+
+
+def _forget_last():
+    for any_call, last in last_callers.items():
+        last[0] = any_call

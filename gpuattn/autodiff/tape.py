@@ -124,7 +124,7 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
         return call(args, kwargs)
 
     how = plans.Op(_recording.get, planned_call, unplanned_call, any_call)
-    last = [any_call]  # the Caller of the last form: most calls have the form of the one before
+    last = plans.last_callers[any_call] = [any_call]
 
     @functools.wraps(check)
     def run(*args, **kwargs):

@@ -157,6 +157,49 @@ def test_one_array_twice_is_not_taken_for_two(xp):
             assert numbers(function(*args)) == wanted[i]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_row_with_any_distance_to_the_next(xp, first):
+    """Its stride is no part of a signature on a GPU: both kinds of rows share plans."""
+    width = 48 + 8 * first  # no plans of the other case
+    wide = xp.asarray(np.random.default_rng(first).normal(size=(1, 1, 2, 2 * width)), np.float32)
+    rows = wide[..., :width].copy(), wide[..., :width]
+    vector, weight = xp.ones(width, np.float32), xp.ones((3, width), np.float32)
+    label = xp.zeros(1, np.int32)
+    calls = [
+        (gpuattn.relu, lambda x: (x[:, :, 0],)), (gpuattn.softmax, lambda x: (x[:, :, 0],)),
+        (gpuattn.layer_norm, lambda x: (x[0, :, 0], vector, vector)),
+        (gpuattn.linear, lambda x: (x[0, :, 0], weight)),
+        (gpuattn.cross_entropy, lambda x: (x[0, :, 0], label)),
+        (operator.add, lambda x: (Tensor(x[0, :, 0]), Tensor(x[0, :, 1]))),
+        (gpuattn.flash_attention, lambda x: (x, x * 1, x * 2)),
+        (gpuattn.flash_attention, lambda x: (x[:, :, :1], x[:, :, 1:], x[:, :, 1:] * 1)),
+    ]  # fmt: skip
+    for op, given in calls:
+        with without_plans():
+            wanted = [numbers(op(*given(x))) for x in rows]
+        for i in (first, first, first, 1 - first, 1 - first, 1 - first, 1 - first, first):
+            assert numbers(op(*given(rows[i]))) == wanted[i], (op, i)
+
+
+def test_calls_of_one_op_with_other_arguments_than_the_last(xp):
+    x, other = xp.ones((4, 16), np.float32), xp.ones((4, 16), np.float16)
+    calls = [
+        ((x,), {}), ((Tensor(x),), {}), ((Tensor(x, requires_grad=True),), {}), ((other,), {}),
+        ((x, 0.5), {}), ((), {"x": x}), ((x,), {"scale": 0.5}), ((), {}),
+        ((x,), {"scale": 0.5, "causal": False}), ((x,), {"causal": False, "scale": 0.5}),
+        ((x,), {"causal": True, "scale": 0.5}), ((None,), {}), ((x.tolist(),), {}),
+        ((np.ones((4, 16), np.float32),), {}), ((Tensor(np.ones((4, 16), np.float32)),), {}),
+        ((x, x, x, x, x, x, x, x), {}), ((x,), {"never": 1}),
+    ]  # fmt: skip
+    with without_plans():
+        wanted = [outcome(gpuattn.softmax, *call, contextlib.nullcontext) for call in calls]
+    order = [*range(len(calls))] * 5
+    for again in (order, sorted(order), np.random.default_rng(0).permutation(order)):
+        for i in again:
+            context = without_plans if again[0] == again[1] and i % 2 else contextlib.nullcontext
+            assert outcome(gpuattn.softmax, *calls[i], context) == wanted[i], i
+
+
 def test_values_are_checked_in_every_call():
     x, offsets = np.ones((6, 1, 8), np.float32), np.array([0, 2, 6], np.int32)
     for _ in range(4):

@@ -47,6 +47,10 @@ class Array(np.ndarray):
     def device(self):
         return SimpleNamespace(id=0)
 
+    @property
+    def _c_contiguous(self):
+        return self.flags.c_contiguous
+
 
 def gpu(array):
     return np.asarray(array).view(Array)

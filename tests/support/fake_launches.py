@@ -194,7 +194,7 @@ def launches_on(record):
         driver = SimpleNamespace(cuTensorMapEncodeTiled=_encoded)
         stack.enter_context(mock.patch.object(tensor_maps, "_driver", lambda: driver))
         stack.enter_context(mock.patch.object(cublaslt, "library", lambda: (None, "a fake GPU")))
-        stack.enter_context(mock.patch.object(plans, "table", plans.Table()))
+        stack.enter_context(plans.own_table())
         for table in REMEMBERED:
             stack.enter_context(mock.patch.dict(table, clear=True))
         for function in cached:
