@@ -22,8 +22,9 @@ from gpuattn import errors, rng
 from gpuattn.arrays import is_array, on_gpu, recorders, unplanned
 from gpuattn.autodiff import side_stream
 from gpuattn.autodiff.pending_matmul import PendingMatmul
-from gpuattn.autodiff.record import Box, constants
+from gpuattn.autodiff.record import Box, write_constant
 from gpuattn.autodiff.signatures import ALIGNMENT, PLAIN, Caller, Form, Found, Op, Unsigned
+from gpuattn.cuda.generated import Code
 from gpuattn.cuda.program import Program, recorded
 from gpuattn.impls import NOT_RAW, Call, Impl
 from gpuattn.typing import Array
@@ -93,16 +94,21 @@ class Plan:
             return False
         return self.box is None or type(out) is not tuple
 
-    def last(self, out: Any) -> tuple[Any, Callable | None]:
-        """Return (x, last) so that ``last(x)`` is the op's result without a gradient; or x itself.
+    def last(self, out: Any) -> tuple[Any, Callable[[Code, str], str]]:
+        """Return (x, write): ``write(code, text of x)`` writes what makes the op's result without
+        a gradient of x, and returns its text.
 
         ``out``: what the implementation returned.
         """
-        finish = self.finish
-        if self.box is None:  # what a choice leaves out need not become an array
-            return (finish(out), None) if type(finish) is itemgetter else (out, finish)
-        boxed = constants(self.box)
-        return out, boxed if finish is None else lambda data: finish(boxed(data))
+        finish, kind = self.finish, self.box
+        if kind is None and type(finish) is itemgetter:  # what it leaves out becomes no array
+            out, finish = finish(out), None
+
+        def write(code, x):
+            found = x if kind is None else write_constant(code, kind, x)
+            return found if finish is None else f"{code.name('finish', finish)}({found})"
+
+        return out, write
 
     def params_of(self, seed: Any) -> dict[str, Any]:
         """Return the parameters of a call with the argument ``seed``."""

@@ -1,6 +1,7 @@
 """What the tape records: arrays that remember the call that made them, and the calls."""
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +9,12 @@ import numpy as np
 
 from gpuattn.arrays import is_array
 from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
+from gpuattn.cuda.generated import Code
 from gpuattn.errors import GradientError
 from gpuattn.impls import Impl
 from gpuattn.typing import Array
 
-_order = itertools.count()
+_order, _lock = itertools.count(), threading.Lock()
 RELEASED = object()  # what a node holds as ``saved`` once its gradient was computed
 
 
@@ -24,8 +26,8 @@ class Box:
     """
 
     __slots__ = (
-        "__weakref__", "data", "grad", "grad_slot", "grad_started", "index", "node",
-        "requires_grad", "version",
+        "__weakref__", "_version", "data", "grad", "grad_slot", "grad_started", "index", "node",
+        "requires_grad",
     )  # fmt: skip
 
     def __init__(
@@ -36,7 +38,20 @@ class Box:
         self.grad: Any = None
         self.grad_slot: Any = None
         self.grad_started = False
-        self.version = [0]  # shared with views of the same memory
+        self._version: list[int] | None = [0]
+
+    @property
+    def version(self) -> list[int]:
+        """The count of edits, shared with views of the same memory."""
+        if self._version is None:  # of ``constants``: most of them are never asked
+            with _lock:
+                if self._version is None:
+                    self._version = [0]
+        return self._version
+
+    @version.setter
+    def version(self, value: list[int]) -> None:
+        self._version = value
 
     def link(self) -> "Box":
         """Return a copy without data; itself for leaves and parts of an array, whose data stay."""
@@ -53,17 +68,21 @@ def constants(kind: type[Box]) -> Callable[[Array], Box]:
 
     For calls that take microseconds: nothing is checked, and attributes are set one by one.
     """
+    code = Code()
+    code.add(f"return {write_constant(code, kind, 'data')}")
+    return code.function("data")
 
-    def constant(data):
-        box = new(kind)
-        box.data, box.node, box.index, box.requires_grad = data, None, 0, False
-        box.grad = box.grad_slot = None
-        box.grad_started = False
-        box.version = [0]
-        return box
 
-    new = object.__new__
-    return constant
+def write_constant(code: Code, kind: type[Box], data: str) -> str:
+    """Write what makes a constant, as in ``constants``, of ``data``; return its name."""
+    code.values |= {"new": object.__new__, "kind": kind}
+    code.add(
+        "box = new(kind)",
+        f"box.data, box.node, box.index, box.requires_grad = {data}, None, 0, False",
+        "box.grad = box.grad_slot = box._version = None",
+        "box.grad_started = False",
+    )
+    return "box"
 
 
 class Changed:

@@ -127,7 +127,7 @@ class Tensor(tape.Box):
 
     def __copy__(self):
         """Return a Tensor that shares the array and the record."""
-        other = object.__new__(type(self))
+        other, _ = object.__new__(type(self)), self.version  # which both share from now on
         for name in tape.Box.__slots__:
             if name != "__weakref__":
                 setattr(other, name, getattr(self, name))

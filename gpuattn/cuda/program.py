@@ -203,13 +203,14 @@ class Recorder:
     # ---- the program ----
 
     def program(
-        self, result: Any, owned: Any = None, last: Callable | None = None
+        self, result: Any, owned: Any = None, last: Callable[[Code, str], str] | None = None
     ) -> "Program | None":
         """Return the Program of the call that returned ``result``, or None if there is none.
 
         ``result``: arrays that were given, allocated, or are views of these; numbers, strings,
         dtypes and None; in tuples. ``owned``: a part of it without views of what was given, because
-        the tape knows them by their ``base``. ``last(result)``: what the program returns instead.
+        the tape knows them by their ``base``. ``last(code, text)``: writes what the program
+        makes of the result, whose text is given, and returns the text of that.
         """
         if self.refused or any(type(x) is not import_cupy().ndarray for x in self.arrays):
             return None
@@ -228,7 +229,7 @@ class Recorder:
                 step.check(code, True, self.inputs)
             self._run(code)
             found = self._returned(code, result)
-            code.add(f"return {found if last is None else code.name('last', last) + f'({found})'}")
+            code.add(f"return {found if last is None else last(code, found)}")
         except Unplaced:
             return None
         given = unpacked("x", self.inputs) + unpacked("p", self.inputs)
