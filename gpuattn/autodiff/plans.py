@@ -11,6 +11,7 @@ strings, draws random numbers but by its parameter "key", or checks the values o
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
@@ -357,8 +358,7 @@ class Table:
 
 SEEN, NEVER = object(), object()  # of a signature met once; of one without plan or program
 table = Table()
-# Op.any -> [the Caller of the op's last form, which most calls have]; at first, Op.any itself
-last_callers: dict[Caller, list[Caller]] = {}
+ops: weakref.WeakSet = weakref.WeakSet()  # what ``tape.op`` made; ``forget()``: its last form
 
 
 @contextlib.contextmanager
@@ -376,5 +376,5 @@ def own_table() -> Iterator[None]:
 
 
 def _forget_last():
-    for any_call, last in last_callers.items():
-        last[0] = any_call
+    for op in ops:
+        op.forget()

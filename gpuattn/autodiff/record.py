@@ -14,7 +14,7 @@ from gpuattn.errors import GradientError
 from gpuattn.impls import Impl
 from gpuattn.typing import Array
 
-_order, _lock = itertools.count(), threading.Lock()
+_order, _lock = itertools.count(), threading.RLock()
 RELEASED = object()  # what a node holds as ``saved`` once its gradient was computed
 
 

@@ -16,6 +16,7 @@ from gpuattn.autodiff.hooks import with_hook
 from gpuattn.autodiff.pending_matmul import Consumers
 from gpuattn.autodiff.record import RELEASED, Box, Node, constants, edit, key  # noqa: F401
 from gpuattn.autodiff.side_stream import wait_for
+from gpuattn.autodiff.signatures import kinds_of
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import Call, Impls, Result, choose, choose_another, choose_backward
 
@@ -99,38 +100,28 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
     def any_call(args, kwargs):
         if unplanned.get():
             return _run(check(*args, **kwargs))
-        values, count = args, len(args)
-        kinds: tuple
-        if kwargs:
-            values = (*args, *kwargs.values())
-            kinds = (check, *kwargs, *[type(x) for x in values])
-        elif count == 1:  # written out for few arguments, which takes a third of the time
-            kinds = check, type(args[0])
-        elif count == 2:
-            kinds = check, type(args[0]), type(args[1])
-        elif count == 3:
-            kinds = check, type(args[0]), type(args[1]), type(args[2])
-        elif count == 4:
-            kinds = check, type(args[0]), type(args[1]), type(args[2]), type(args[3])
-        else:
-            kinds = (check, *[type(x) for x in args])
-        table = plans.table
+        kinds, table = kinds_of(check, args, kwargs), plans.table
         try:
             call = table.forms[kinds]
         except KeyError:
+            values = (*args, *kwargs.values())
             return table.form(kinds, values, tuple(kwargs), how)(args, kwargs)
         if call is not unplanned_call:
             last[0] = call
         return call(args, kwargs)
 
+    def forget():
+        last[0] = any_call
+
     how = plans.Op(_recording.get, planned_call, unplanned_call, any_call)
-    last = plans.last_callers[any_call] = [any_call]
+    last = [any_call]  # the Caller of the last form, which most calls have
 
     @functools.wraps(check)
     def run(*args, **kwargs):
         return last[0](args, kwargs)
 
-    run.prepare = check  # type: ignore[attr-defined]
+    run.prepare, run.forget = check, forget  # type: ignore[attr-defined]
+    plans.ops.add(run)
     return run
 
 
