@@ -28,7 +28,9 @@ STREAM_AT, ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
     for head in ("7I0P", CONFIG, CONFIG + ATTRIBUTE, CONFIG + ATTRIBUTE + "5P",
                  CONFIG + ATTRIBUTE + EXTRA)
 )  # fmt: skip
-COOPERATIVE, PROGRAMMATIC = 2, 6  # CU_LAUNCH_ATTRIBUTE_*: COOPERATIVE, ..._STREAM_SERIALIZATION
+CLUSTER = "I4x3I52x"  # CUlaunchAttribute: its id, the blocks of a cluster along x, y, z
+# CU_LAUNCH_ATTRIBUTE_*: COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC = 2, 4, 6
 END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 INVALID_CONTEXT = 201  # CUDA_ERROR_*
 
@@ -128,6 +130,22 @@ class DriverLaunch:
         self.offsets = [end - Struct(word).size for end, word in zip(ends, words, strict=True)]
         layout = Struct(head + "".join(words))
         self.memory, self.layout = ctypes.c_char * (-(-layout.size // 8) * 8), layout
+
+
+def clusters_at_once(function: Any, blocks: int, threads: int, shared_bytes: int) -> int:
+    """Return how many clusters of ``blocks`` of a CuPy ``function`` run at a time; 0: none."""
+    found = ctypes.c_int()
+    config, attribute = (
+        ctypes.create_string_buffer(Struct(form).size) for form in (CONFIG, CLUSTER)
+    )
+    Struct(CLUSTER).pack_into(attribute, 0, CLUSTER_DIMENSION, blocks, 1, 1)
+    Struct(CONFIG).pack_into(
+        config, 0, blocks, 1, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(attribute), 1
+    )
+    query = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
+    query.argtypes = [ctypes.c_void_p] * 3
+    failed = query(ctypes.byref(found), function.ptr, config)
+    return 0 if failed else found.value
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import numpy as np
 from gpuattn.arrays import ctype, import_cupy, on_gpu, recorders, rehearsing, without_plans
 from gpuattn.cuda import disk_cache
 from gpuattn.cuda.compiler import ROOT, architecture, compile_text, nvrtc_version
-from gpuattn.cuda.driver_launch import COOPERATIVE, PROGRAMMATIC, DriverLaunch
+from gpuattn.cuda.driver_launch import COOPERATIVE, PROGRAMMATIC, DriverLaunch, clusters_at_once
 from gpuattn.cuda.gpu import AMPERE, gpu, kernels_refusal
 from gpuattn.environment import usable_cores
 from gpuattn.errors import KernelCompileError
@@ -42,7 +42,8 @@ SIGNATURE = re.compile(
 )
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 EVERYWHERE = "sm_75"  # on the Arch line of a file that runs on all devices
-STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
+# CU_FUNC_ATTRIBUTE_*; ANY_CLUSTER: NON_PORTABLE_CLUSTER_SIZE_ALLOWED, of more than 8 blocks
+STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED, ANY_CLUSTER = 1, 4, 8, 14
 STATIC_SHARED_LIMIT = 48 * 1024  # a block may have so much without MAX_DYNAMIC_SHARED
 _lock = threading.Lock()
 # NVRTC compiles without Python's lock, and two texts at a time nearly twice as fast (1.8 times)
@@ -135,6 +136,12 @@ class Kernel:
             driver = import_cupy().cuda.driver
             driver.funcSetAttribute(self.function.ptr, MAX_DYNAMIC_SHARED, shared_bytes)
             self.shared_limit = shared_bytes
+
+    def clusters_at_once(self, blocks: int, threads: int, shared_bytes: int) -> int:
+        """Return how many clusters of ``blocks`` of a kernel with ``__cluster_dims__`` run at a
+        time on an idle GPU; 0: it takes none of this size."""
+        self._allow(shared_bytes)
+        return clusters_at_once(self.function, blocks, threads, shared_bytes)
 
     def resources(
         self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int = 0
@@ -241,6 +248,8 @@ def _kernel(device: int, file: str, name: str, constants: tuple) -> Kernel:
     static_shared = import_cupy().cuda.driver.funcGetAttribute(STATIC_SHARED, function.ptr)
     dependent = name in dependent_kernels(file) and gpu(device).has_dependent_launch
     cooperative = name in cooperative_kernels(file)
+    if name in _listed(file, "wide clusters"):
+        import_cupy().cuda.driver.funcSetAttribute(function.ptr, ANY_CLUSTER, 1)
     return Kernel(function, name, signatures(file)[name], static_shared, dependent, cooperative)
 
 

@@ -48,10 +48,11 @@ PHASE = np.dtype([
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
 ])  # fmt: skip
 LAYER = np.dtype([
-    *((name, np.uint64) for name in (
-        "weight", "gain", "shift", "bias", "packed",
+    *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "packed", "tails")),
+    *((name, np.int32) for name in (
+        "outputs", "inputs", "first", "units", "far", "near", "pieces", "gap", "tail_units",
+        "tail_far",
     )),
-    *((name, np.int32) for name in ("outputs", "inputs", "first", "unused")),
 ])  # fmt: skip
 
 
@@ -269,11 +270,14 @@ class DecoderStep:
         """Append ``out = activation(x weight^T + bias) + residual``; the two are Streams."""
         outputs, inputs = weight.shape
         units, norm = -(-outputs // TILE), x.norm
-        packed = arrays.empty(self.like, (units, TILE * (inputs + 4)))  # see pack_weights.cu
+        size = TILE * (inputs + 4)  # of a unit with its tail
+        packed = arrays.empty(self.like, (units, size))
+        tails = packed.ravel()[TILE * inputs :]
         gain, shift = _parameters(norm)
         self._packed.append(self._record(
             LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
-            outputs=outputs, inputs=inputs, first=self._units,
+            tails=tails, outputs=outputs, inputs=inputs, first=self._units, units=1, far=size,
+            tail_units=1, tail_far=size // 2,
         ))  # fmt: skip
         fields = x.shares or {}
         assert not (x.shares and norm), "rows that are shares have no norm"

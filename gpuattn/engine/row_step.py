@@ -18,6 +18,7 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine import decoder_step
+from gpuattn.engine.cluster_step import ClusterStep, cluster_step_of
 from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
@@ -80,13 +81,15 @@ def shared_bytes(tile: Tile) -> int:
 def step_of(
     model: Any, state: Any, caches: Sequence[Any], memory: Any = None, lengths: Any = None, *,
     paged: bool = False, batch_invariant: bool = False,
-) -> "decoder_step.DecoderStep | RowStep | None":  # fmt: skip
+) -> "ClusterStep | decoder_step.DecoderStep | RowStep | None":  # fmt: skip
     """Return the step of a search that was measured to be the fastest; None: op by op.
 
     ``paged``: the caches have pages. ``batch_invariant``: see ``Engine``; the tiles of a RowStep
     depend on the number of rows.
     """
     rows, own = state.sentences * state.beam, (model, state, caches, memory, lengths)
+    if memory is not None and (by_clusters := cluster_step_of(*own)):
+        return by_clusters
     by_rows = not batch_invariant and refusal(model, rows) is None
     if by_rows and (memory is not None or rows >= LEAST_ROWS):
         return RowStep(*own)

@@ -39,6 +39,14 @@ __device__ __forceinline__ void send_shared(u32 there, float2 x, u32 bar) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
                  :: "r"(there), "f"(x.x), "f"(x.y), "r"(bar) : "memory");
 }
+__device__ __forceinline__ void send_shared(u32 there, u32 x, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 :: "r"(there), "r"(x), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void send_shared(u32 there, uint4 x, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(there), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(bar) : "memory");
+}
 // Store a struct of 32-bit words to `place` in the shared memory of another block, which must have started. The bytes count
 // at that block's mbarrier `bar`: a thread that has waited for it sees the struct.
 template <typename T> __device__ __forceinline__ void send(T& place, const T& value, u32 bar, int rank) {

@@ -26,6 +26,7 @@ IN_PARTS = {  # fused op: the op whose kernels compute its parts on other GPUs
 }
 LIBRARY = {
     "weight_gradients",
+    "cluster_step",
     "decoder_step",
     "pack_weights",
     "row_linear",

@@ -265,6 +265,7 @@ void ld_shared_cluster_b64(u64& x, u32 address);
 void st_shared_cluster_v2_f32(u32 address, float x, float y);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 address, float x, float y, u32 bar);
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(u32 address, u32 x, u32 y, u32 z, u32 w, u32 bar);
 
 // ---- copies of single threads
 void copy_later(u32 dst, const void* src, u32 size, u32 bytes);  // zeros after `bytes` of the source

@@ -169,6 +169,14 @@ void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, 
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 address, float x, float y, u32 bar) {
     send(address, (u64)__float_as_uint(y) << 32 | __float_as_uint(x), 8, bar);
 }
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(u32 address, u32 x, u32 y, u32 z, u32 w, u32 bar) {
+    Block* const block = &block_of_cluster((address >> 24) - 1);
+    begin({[=] {
+        const u32 words[] = {x, y, z, w};
+        memcpy(block->at(address & 0xffffff, 16, 16), words, 16);
+        arrive(*block, bar & 0xffffff, 0, 16);
+    }})->block = block;
+}
 void barrier_cluster_arrive() {
     sometimes_give_way();
     Cluster& c = cluster();

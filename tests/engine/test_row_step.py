@@ -9,6 +9,7 @@ from fake_launches import as_array, launches_on
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.engine import Engine, row_step
+from gpuattn.engine.cluster_step import ClusterStep
 from gpuattn.engine.decoder_step import DecoderStep
 from gpuattn.engine.row_step import RowStep
 from gpuattn.ops.embedding import embedding
@@ -152,10 +153,13 @@ def test_which_step_a_search_has():
                 assert names[1:3] == ["row_embedding", "row_linear"]
                 assert names.count("row_linear") == 4 * 2
                 assert names.count("layer_norm_forward") == 1  # before the logits
-        case = CASES["pre-norm"]
-        search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
-        own = search.state, search.caches, search.memory, search.memory_lengths
-        assert type(row_step.step_of(search.model, *own)) is RowStep
+        for sentences, more, kind in (
+            (2, {}, ClusterStep), (2, {"batch_invariant": True}, ClusterStep), (161, {}, RowStep),
+        ):  # fmt: skip
+            case = Case(sentences, 3, {**PRE, "d_model": 128})
+            search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
+            own = search.state, search.caches, search.memory, search.memory_lengths
+            assert type(row_step.step_of(search.model, *own, **more)) is kind
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

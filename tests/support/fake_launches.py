@@ -169,6 +169,9 @@ def launches_on(record):
             functions[key] = _Function(key, len(functions) + 1, noted)
         return functions[key].kernel
 
+    def clusters_at_once(function, blocks, threads, shared_bytes):
+        return record.multiprocessors // blocks - 1  # as was seen on an H200
+
     def driver_launch(config, function, parameters, extra):
         (one,) = (one for one in functions.values() if one.ptr == function)
         *shape, stream = struct.unpack_from("7IP", ctypes.string_at(config, 40))
@@ -188,6 +191,7 @@ def launches_on(record):
         cupy.cuda.driver = SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError)
         stack.enter_context(mock.patch.dict(sys.modules, cupy=cupy))
         stack.enter_context(mock.patch.multiple(kernels, _kernel=find, _code=lambda *_: None))
+        stack.enter_context(mock.patch.object(kernels, "clusters_at_once", clusters_at_once))
         stack.enter_context(
             mock.patch.object(driver_launch_module, "_driver_launch", lambda: driver_launch)
         )
