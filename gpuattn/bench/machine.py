@@ -15,6 +15,7 @@ import numpy as np
 
 from gpuattn.bench import timing
 from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import launches
 from gpuattn.environment import usable_cores
 from gpuattn.gemm import cublaslt
 
@@ -233,7 +234,7 @@ class _Product:
         plan = cublaslt.MatmulPlan(lt, cublaslt.handle(device), device, shape, (False, False), name)
         self.factors = np.array([0, 1], {1: "float64", 0: "float32", 10: "int32"}[kind.factor])
         plan.beta, plan.alpha = (self.factors[i:].ctypes.data for i in (0, 1))
-        plan.name, plan.swap = name, False
+        plan.count, plan.swap = launches.place(name), False
         plan.operation = lt.matmul_desc_create(kind.compute, kind.factor)
         plan._set(lt.MatmulDescAttribute.TRANSA, 1, np.int32)
         types = kind.operand, kind.operand, kind.result

@@ -1,10 +1,12 @@
 """bench machine: what NumPy can be asked, as a table and as a file; on a GPU every kind."""
 
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import compiled
+import fake_cublaslt
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -14,6 +16,9 @@ from gpuattn.bench import machine
 from gpuattn.cli.bench import machine as command
 from gpuattn.cli.bench.table import rate
 from gpuattn.cli.main import main
+from gpuattn.cuda import scratch
+from gpuattn.cuda.kernels import launches
+from gpuattn.gemm import cublaslt
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,23 @@ def test_a_card_that_stands_for_another_loads_ptx(nvrtc, monkeypatch):
     function = SimpleNamespace(Module=lambda: module)
     machine._Card(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, function=function)))
     assert b".target sm_75" in loaded[0]
+
+
+def test_a_product_is_that_of_its_matrices(monkeypatch):
+    """On the CPU, by a library that does what the descriptors say."""
+    library, cupy = fake_cublaslt.CublasLt(), fake_cublaslt.cupy()
+    cupy.zeros = lambda shape, dtype: fake_cublaslt.gpu(np.zeros(shape, dtype))
+    monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
+    monkeypatch.setattr(cublaslt, "handle", lambda device: library.create())
+    monkeypatch.setattr(scratch, "_workspaces", {})
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for kind in ("FP64", "FP32", "FP16"):
+        product = machine._Product(cupy, 0, kind, 16)
+        product.fill_ones()
+        before = launches[kind]
+        product()
+        assert (np.asarray(product.out).view(machine.ONES[kind]) == 16).all()
+        assert launches[kind] == before + 1
 
 
 @pytest.mark.gpu

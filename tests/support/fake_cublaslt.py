@@ -203,7 +203,7 @@ class CublasLt:
         for index in range(self.objects[d_layout].get("BATCH_COUNT", 1)):
             left, right = self._matrix(a, a_layout, index), self._matrix(b, b_layout, index)
             left, right = (
-                (x.T if does[name] else x).astype(dtype)
+                (x.T if does.get(name) else x).astype(dtype)
                 for x, name in ((left, "TRANSA"), (right, "TRANSB"))
             )
             out = self._matrix(d, d_layout, index)
