@@ -407,3 +407,23 @@ def test_no_kernel_writes_too_early(gpu, late, inputs):
         gpuattn.softmax(x, donate=True)
         assert same(kept, want)
         assert not same(x, want)
+
+
+def test_clusters_at_once_asks_the_driver(monkeypatch):
+    asked, status = [], [0]
+
+    def query(found, function, config):
+        one = Config.from_buffer(config)
+        cluster = one.attributes[0]
+        shape = [*one.grid, *one.block, one.shared, one.count, cluster.id, *cluster.value[:3]]
+        asked.append((function, shape))
+        found._obj.value = 7
+        return status[0]
+
+    library = SimpleNamespace(cuOccupancyMaxActiveClusters=query)
+    monkeypatch.setattr(driver_launch.ctypes, "CDLL", lambda name: library)
+    function = SimpleNamespace(ptr=5)
+    assert driver_launch.clusters_at_once(function, 16, 256, 1000) == 7
+    assert asked == [(5, [16, 1, 1, 256, 1, 1, 1000, 1, 4, 16, 1, 1])]
+    status[0] = 1
+    assert driver_launch.clusters_at_once(function, 16, 256, 1000) == 0
