@@ -16,9 +16,7 @@ from gpuattn.bench import machine
 from gpuattn.cli.bench import machine as command
 from gpuattn.cli.bench.table import rate
 from gpuattn.cli.main import main
-from gpuattn.cuda import scratch
 from gpuattn.cuda.kernels import launches
-from gpuattn.gemm import cublaslt
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +76,9 @@ def test_a_card_that_stands_for_another_loads_ptx(nvrtc, monkeypatch):
 
 def test_a_product_is_that_of_its_matrices(monkeypatch):
     """On the CPU, by a library that does what the descriptors say."""
-    library, cupy = fake_cublaslt.CublasLt(), fake_cublaslt.cupy()
-    cupy.zeros = lambda shape, dtype: fake_cublaslt.gpu(np.zeros(shape, dtype))
-    monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
-    monkeypatch.setattr(cublaslt, "handle", lambda device: library.create())
-    monkeypatch.setattr(scratch, "_workspaces", {})
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    fake_cublaslt.install(monkeypatch)
     for kind in ("FP64", "FP32", "FP16"):
-        product = machine._Product(cupy, 0, kind, 16)
+        product = machine._Product(sys.modules["cupy"], 0, kind, 16)
         product.fill_ones()
         before = launches[kind]
         product()

@@ -7,7 +7,7 @@ import emulator
 import numpy as np
 import pytest
 from checks import sampled
-from decoder_steps import Case, Search, assert_as_accurate, model_of
+from decoder_steps import Case, Search, assert_step_keeps, assert_steps_by_ops, model_of
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
@@ -34,40 +34,21 @@ def emulated(case, dtype, steps=1, *, order=1, clusters=2, texts=None, counts=No
         patch.setattr(cluster_step, "kernel", machine.kernel)
         search, found = search_of(case, dtype, dtype, counts, as_array), []
         if texts:
-            other, sentences = texts
-            search.take(other, sentences)
-            search.memory_lengths[:sentences] = other.memory_lengths[:sentences]
-            for own, given in zip(search.memory, other.memory, strict=True):
-                for x, y in zip(own, given, strict=True):
-                    x[:sentences] = y[:sentences]
-        rest = search.state, search.caches, search.memory, search.memory_lengths
-        step = cluster_step.ClusterStep(search.model, *rest)
+            search.take(*texts)
+        step = cluster_step.ClusterStep(search.model, *search.own)
         step.pack()
         for n in range(steps):
             if n:
                 search.advance()
-            before = search.stored()
-            found.append(np.array(step()))
-            same = search.stored() == before
-            assert same[:, :, ~search.appended()].all(), "it writes beside the new keys"
+            found.append(assert_step_keeps(search, step))
     return search, found
 
 
 def check(case, dtype, steps=1, **settings):
     """Compare states and caches with the step op by op; return the states."""
     search, found = emulated(case, dtype, steps, **settings)
-    known = {}
-    for kind in (np.float32, dtype):
-        other = search_of(case, dtype, kind, settings.get("counts"))
-        known[kind] = []
-        for step in range(steps):
-            if step:
-                other.advance()
-            known[kind].append(other.by_ops().reshape(case.rows, -1))
-        known[kind].append(other.stored())
-    for got, plain, want in zip(found, known[dtype], known[np.float32], strict=False):
-        assert_as_accurate(got, plain, want)
-    assert_as_accurate(search.stored(), known[dtype][-1], known[np.float32][-1])
+    known = (search_of(case, dtype, kind, settings.get("counts")) for kind in (np.float32, dtype))
+    assert_steps_by_ops(search, found, *known)
     return found
 
 

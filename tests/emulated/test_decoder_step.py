@@ -7,7 +7,7 @@ import emulator
 import numpy as np
 import pytest
 from checks import sampled
-from decoder_steps import Case, Search, assert_as_accurate, model_of
+from decoder_steps import Case, Search, assert_step_keeps, assert_steps_by_ops, model_of
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
@@ -37,10 +37,7 @@ def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=No
         for step in range(steps):
             if step:
                 search.advance()
-            before = search.stored()
-            found.append(np.array(decoder()))
-            same = search.stored() == before
-            assert same[:, :, ~search.appended()].all(), "it writes beside the new keys"
+            found.append(assert_step_keeps(search, decoder))
             assert not decoder._barrier.any(), "the barrier of the grid must end as zeros"
     return search, found
 
@@ -48,19 +45,11 @@ def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=No
 def check(case, dtype, steps=1, order=1, **settings):
     """Compare logits and caches with the step op by op; return the logits."""
     search, found = emulated(case, dtype, steps, order=order, **settings)
-    known = {}
-    for kind in (np.float32, dtype):
-        other = Search(case, 1, dtype, model_of(case, 1, dtype, kind), settings.get("counts"))
-        known[kind] = []
-        for step in range(steps):
-            if step:
-                other.advance()
-            known[kind].append(other.by_ops())
-        known[kind].append(other.stored())
-    vocab = search.model.config.vocab
-    for got, plain, want in zip(found, known[dtype], known[np.float32], strict=False):
-        assert_as_accurate(*(x[:, :vocab] for x in (got, plain, want)))
-    assert_as_accurate(search.stored(), known[dtype][-1], known[np.float32][-1])
+    known = (
+        Search(case, 1, dtype, model_of(case, 1, dtype, kind), settings.get("counts"))
+        for kind in (np.float32, dtype)
+    )
+    assert_steps_by_ops(search, found, *known, search.model.config.vocab)
     return found
 
 

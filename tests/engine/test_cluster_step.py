@@ -5,7 +5,16 @@ import re
 import numpy as np
 import pytest
 from checks import dtype_of
-from decoder_steps import Case, Search, assert_as_accurate, host, model_of, skip_without
+from decoder_steps import (
+    Case,
+    Search,
+    assert_step_keeps,
+    assert_steps_by_ops,
+    host,
+    model_of,
+    skip_without,
+    take_weights,
+)
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
@@ -14,14 +23,7 @@ from gpuattn.engine import Engine, cluster_step
 from gpuattn.engine.cluster_step import ClusterStep
 
 PRE, POST = {"norm": "pre", "ffn": 128}, {"norm": "post", "ffn": 128}
-BASE = {
-    "norm": "pre",
-    "d_model": 512,
-    "heads": 8,
-    "ffn": 2048,
-    "layers": (1, 2),
-    "max_length": 128,
-}
+BASE = PRE | {"d_model": 512, "heads": 8, "ffn": 2048, "layers": (1, 2), "max_length": 128}
 CASES = {
     "one sentence": Case(1, 4, PRE),
     "greedy, one row": Case(1, 1, {**POST, "heads": 1}),
@@ -85,10 +87,9 @@ def test_a_gpu_without_such_clusters_takes_another_step(monkeypatch):
     with launches_on(GPUS["9.0"]):
         case = Case(1, 4, PRE)
         search = Search(case, 1, np.float16, model_of(case, 1, np.float16, np.float16, as_array))
-        own = search.model, search.state, search.caches, search.memory, search.memory_lengths
-        assert type(cluster_step.cluster_step_of(*own)) is ClusterStep
+        assert type(cluster_step.cluster_step_of(search.model, *search.own)) is ClusterStep
         monkeypatch.setattr(cluster_step.ClusterStep, "runs_at_once", lambda self: False)
-        assert cluster_step.cluster_step_of(*own) is None
+        assert cluster_step.cluster_step_of(search.model, *search.own) is None
 
 
 def test_records_are_the_structs_of_the_kernel():
@@ -109,8 +110,7 @@ def test_records_are_the_structs_of_the_kernel():
 
 
 def step_of(search):
-    own = search.model, search.state, search.caches, search.memory, search.memory_lengths
-    step = ClusterStep(*own)
+    step = ClusterStep(search.model, *search.own)
     step.pack()
     return step
 
@@ -126,17 +126,11 @@ def test_numbers(gpu, name, dtype):
     )
     skip_without(cluster_step.FILE, search.model)
     step = step_of(search)
-    before, found = search.stored(), host(step())
-    same = search.stored() == before
-    assert same[:, :, ~search.appended()].all(), "it writes beside the new keys"
+    found = assert_step_keeps(search, step)
     for _ in range(20):
         assert host(step()).tobytes() == found.tobytes()
-    logits = found, host(by_ops.by_ops()), host(exact.by_ops())
-    assert_as_accurate(*(x.reshape(case.rows, -1)[:, : search.model.config.vocab] for x in logits))
-    assert_as_accurate(search.stored(), by_ops.stored(), exact.stored())
-    other = model_of(case, 7, dtype, dtype, gpu.asarray)
-    for parameter, new in zip(search.model.parameters(), other.parameters(), strict=True):
-        parameter.data[...] = new.data
+    assert_steps_by_ops(search, [found], exact, by_ops, search.model.config.vocab)
+    take_weights(search.model, model_of(case, 7, dtype, dtype, gpu.asarray))
     step.pack()
     fresh = step_of(search)
     assert host(fresh()).tobytes() == host(step()).tobytes() != found.tobytes()
@@ -152,10 +146,6 @@ def test_bits_do_not_depend_on_other_rows(gpu):
         case = many._replace(sentences=sentences)
         search = Search(case, 1, dtype, source.model)
         search.take(source, 1)
-        for own, given in zip(search.memory, source.memory, strict=True):
-            for x, y in zip(own, given, strict=True):
-                x[:1] = y[:1]
-        search.memory_lengths[:1] = source.memory_lengths[:1]
         step = step_of(search)
         step()
         found.append(host(step.states)[:2].tobytes())

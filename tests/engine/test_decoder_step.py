@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checks import dtype_of
-from decoder_steps import Case, Search, assert_as_accurate, host, model_of, skip_without
+from decoder_steps import (
+    Case,
+    Search,
+    assert_as_accurate,
+    host,
+    model_of,
+    skip_without,
+    take_weights,
+)
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 from program_interpreter import Interpreter
@@ -310,9 +318,7 @@ def test_pack_takes_over_new_weights(gpu):
     decoder = search.decoder()
     decoder.pack()
     before = bits(decoder())
-    other = model_of(case, 7, BFLOAT16, BFLOAT16, gpu.asarray)
-    for own, new in zip(search.model.parameters(), other.parameters(), strict=True):
-        own.data[...] = new.data
+    take_weights(search.model, model_of(case, 7, BFLOAT16, BFLOAT16, gpu.asarray))
     decoder.pack()
     after, fresh = bits(decoder()), search.decoder()
     fresh.pack()

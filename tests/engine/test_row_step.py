@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 from checks import dtype_of
-from decoder_steps import Case, Search, assert_as_accurate, host, model_of, skip_without
+from decoder_steps import (
+    Case,
+    Search,
+    assert_as_accurate,
+    host,
+    model_of,
+    skip_without,
+    take_weights,
+)
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
@@ -89,8 +97,7 @@ def test_the_order_of_norms_and_sums(name, monkeypatch):
     case = CASES[name]
     model = model_of(case, 1, np.float32, np.float32)
     known, search = (Search(case, 1, np.float32, model) for _ in range(2))
-    own = search.memory, search.memory_lengths
-    step = OnHost(model, search.state, search.caches, *own)
+    step = OnHost(model, *search.own)
     for n in range(3):
         if n:
             known.advance()
@@ -158,8 +165,7 @@ def test_which_step_a_search_has():
         ):  # fmt: skip
             case = Case(sentences, 3, {**PRE, "d_model": 128})
             search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
-            own = search.state, search.caches, search.memory, search.memory_lengths
-            assert type(row_step.step_of(search.model, *own, **more)) is kind
+            assert type(row_step.step_of(search.model, *search.own, **more)) is kind
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -175,18 +181,15 @@ def test_numbers(gpu, name, dtype):
         for of in (np.float32, dtype, dtype)
     )
     skip_without(row_step.FILE, search.model)
-    own = search.memory, search.memory_lengths
-    step = RowStep(search.model, search.state, search.caches, *own)
+    step = RowStep(search.model, *search.own)
     step.pack()
     found = step().copy()
     assert host(step()).tobytes() == host(found).tobytes()
     logits = found, by_ops.by_ops(), exact.by_ops()
     assert_as_accurate(*(host(x)[:, : search.model.config.vocab] for x in logits))
-    other = model_of(case, 7, dtype, dtype, gpu.asarray)
-    for parameter, new in zip(search.model.parameters(), other.parameters(), strict=True):
-        parameter.data[...] = new.data
+    take_weights(search.model, model_of(case, 7, dtype, dtype, gpu.asarray))
     step.pack()
-    fresh = RowStep(search.model, search.state, search.caches, *own)
+    fresh = RowStep(search.model, *search.own)
     fresh.pack()
     assert host(fresh()).tobytes() == host(step()).tobytes() != host(found).tobytes()
 

@@ -13,7 +13,6 @@ from fake_gpu import GPUS
 
 from gpuattn.arrays import batch_invariant, wide
 from gpuattn.autodiff.numpy import products
-from gpuattn.cuda import scratch
 from gpuattn.errors import SlowPathWarning
 from gpuattn.gemm import cublaslt, matmul, tuning
 from gpuattn.gemm.bindings import bindings
@@ -26,13 +25,7 @@ start = cublaslt.handle
 @pytest.fixture
 def fake(monkeypatch):
     """The fake library; arrays made by ``gpu`` are treated as arrays on a GPU."""
-    library = fake_cublaslt.CublasLt()
-    monkeypatch.setitem(sys.modules, "cupy", fake_cublaslt.cupy())
-    monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
-    monkeypatch.setattr(cublaslt, "handle", lambda device: library.create())
-    monkeypatch.setattr(cublaslt, "_plans", {})
-    monkeypatch.setattr(scratch, "_workspaces", {})
-    return library
+    return fake_cublaslt.install(monkeypatch)
 
 
 def whole(rng, *shape):

@@ -139,14 +139,24 @@ class Search:
             getattr(self.state, name)[:sentences] = getattr(other.state, name)[:sentences]
         for own, given in zip(self.caches, other.caches, strict=True):
             own.k[:rows], own.v[:rows] = given.k[:rows], given.v[:rows]
+        if self.case.translates:
+            self.memory_lengths[:sentences] = other.memory_lengths[:sentences]
+            for own_pair, given_pair in zip(self.memory, other.memory, strict=True):
+                for own, given in zip(own_pair, given_pair, strict=True):
+                    own[:sentences] = given[:sentences]
 
     def by_ops(self):
         """Return the logits of the engine's step op by op, which appends to the caches."""
         step: Any = TranslationSearch if self.case.translates else Generation
         return step._logits(self)
 
+    @property
+    def own(self):
+        """The arguments of a step behind the model."""
+        return self.state, self.caches, self.memory, self.memory_lengths
+
     def decoder(self):
-        return DecoderStep(self.model, self.state, self.caches, self.memory, self.memory_lengths)
+        return DecoderStep(self.model, *self.own)
 
     def stored(self):
         """Return copies of all caches, float32 (layers, 2, rows, room, heads, head size)."""
@@ -161,6 +171,35 @@ class Search:
 def host(x):
     """Return an array of any device, or of a fake one, as float32 of NumPy."""
     return np.array(x.get() if hasattr(x, "get") else x, np.float32)
+
+
+def take_weights(model, other):
+    """Copy the parameters of another model."""
+    for own, new in zip(model.parameters(), other.parameters(), strict=True):
+        own.data[...] = new.data
+
+
+def assert_step_keeps(search, step):
+    """Run a step, which stores keys and values at the new position alone; return its result."""
+    before, found = search.stored(), host(step())
+    same = search.stored() == before
+    assert same[:, :, ~search.appended()].all(), "it writes beside the new keys"
+    return found
+
+
+def assert_steps_by_ops(search, found, exact, by_ops, columns=None):
+    """Assert that results of steps, and the caches behind them, are as accurate as op by op.
+
+    ``found``: of each step of ``search``. ``exact``, ``by_ops``: Searches before these steps, in
+    float32 and in the dtype of ``search``. ``columns``: of the results, the first that count.
+    """
+    for step, got in enumerate(found):
+        if step:
+            exact.advance()
+            by_ops.advance()
+        every = (x.reshape(search.case.rows, -1) for x in (got, by_ops.by_ops(), exact.by_ops()))
+        assert_as_accurate(*(x[:, :columns] for x in every))
+    assert_as_accurate(search.stored(), by_ops.stored(), exact.stored())
 
 
 def assert_as_accurate(found, by_ops, want, factor=2, atol=1e-3):

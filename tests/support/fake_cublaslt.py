@@ -6,11 +6,14 @@ wrong layouts, steps, transposes and pointers give wrong numbers.
 
 import ctypes
 import enum
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16
+from gpuattn.cuda import scratch
+from gpuattn.gemm import cublaslt
 
 DTYPES = {0: np.dtype("float32"), 1: np.dtype("float64"), 2: np.dtype("float16"), 14: BFLOAT16}
 ALGORITHMS = 3
@@ -56,6 +59,17 @@ def gpu(array):
     return np.asarray(array).view(Array)
 
 
+def install(monkeypatch):
+    """Let products be taken by a new CublasLt, which is returned; arrays of ``gpu`` are CuPy's."""
+    library = CublasLt()
+    monkeypatch.setitem(sys.modules, "cupy", cupy())
+    monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
+    monkeypatch.setattr(cublaslt, "handle", lambda device: library.create())
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(scratch, "_workspaces", {})
+    return library
+
+
 def matmul_of_cupy(a, b):
     """``cupy.matmul``, which has no product of bfloat16 stacks."""
     if BFLOAT16 in (a.dtype, b.dtype) and max(a.ndim, b.ndim) > 2:
@@ -79,6 +93,7 @@ def cupy(capturing=False):
     return SimpleNamespace(
         ndarray=Array,
         empty=lambda shape, dtype=np.float64: gpu(np.empty(shape, dtype)),
+        zeros=lambda shape, dtype=np.float64: gpu(np.zeros(shape, dtype)),
         full=lambda shape, value, dtype: gpu(np.full(shape, value, dtype)),
         matmul=matmul_of_cupy,
         ascontiguousarray=lambda x: gpu(np.ascontiguousarray(x)),
