@@ -7,9 +7,6 @@
 #include "common/pack.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
-#include "linear/gelu.cuh"
-
-enum Activation { NO_ACTIVATION, RELU, GELU };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int COLUMNS = ROWS / 8;                           // operands b
