@@ -10,9 +10,9 @@ import compiled
 import delays
 import numpy as np
 import pytest
+from own_plans import separate_plans
 
 from gpuattn import arrays
-from gpuattn.autodiff import plans
 from gpuattn.cuda import compiler
 from gpuattn.cuda.gpu import FORCED, forced_capability
 from gpuattn.errors import KernelCompileError, UnsupportedError
@@ -215,7 +215,7 @@ def poisoned_memory(monkeypatch):
 def own_plans(request):
     """A test that patches modules finds no plans of other tests' calls, and leaves none."""
     patches = "monkeypatch" in inspect.signature(request.function).parameters
-    with plans.own_table() if patches else contextlib.nullcontext():
+    with separate_plans() if patches else contextlib.nullcontext():
         yield
 
 

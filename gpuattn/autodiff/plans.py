@@ -10,9 +10,8 @@ strings, draws random numbers but by its parameter "key", or checks the values o
 (``Call.values_checked``).
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -359,22 +358,3 @@ class Table:
 SEEN, NEVER = object(), object()  # of a signature met once; of one without plan or program
 table = Table()
 ops: weakref.WeakSet = weakref.WeakSet()  # what ``tape.op`` made; ``forget()``: its last form
-
-
-@contextlib.contextmanager
-def own_table() -> Iterator[None]:
-    """Keep the plans of a block, as of a test that patches modules, apart from all others."""
-    global table
-    before = table
-    try:
-        table = Table()
-        _forget_last()
-        yield
-    finally:
-        table = before
-        _forget_last()
-
-
-def _forget_last():
-    for op in ops:
-        op.forget()

@@ -13,16 +13,19 @@ from gpuattn.errors import problem
 from gpuattn.typing import Array
 
 
-def check_tokens(options: Options, vocab: int) -> None:
-    """Raise ValueError for banned and end tokens that do not fit a vocabulary of that size."""
-    banned, ends = options.banned, options.eos
+def check_tokens(options: Options, vocab: int, function: str | None = None) -> None:
+    """Raise ValueError for banned and end tokens that do not fit a vocabulary of that size.
+
+    ``function``: what the error names instead of the function of ``options``.
+    """
+    banned, ends, function = options.banned, options.eos, function or options.function
     if len(ends) >= vocab:
         accepted = f"fewer end marks than tokens, {vocab}"
-        raise ValueError(problem(options.function, "eos", f"{len(ends)} tokens", accepted))
+        raise ValueError(problem(function, "eos", f"{len(ends)} tokens", accepted))
     wrong = [token for token in (*banned, *ends) if not 0 <= token < vocab]
     if wrong:
         got, accepted = f"holding {wrong[0]}", f"0 <= token < {vocab}"
-        raise ValueError(problem(options.function, "banned or eos", got, accepted))
+        raise ValueError(problem(function, "banned or eos", got, accepted))
 
 
 class Limits:

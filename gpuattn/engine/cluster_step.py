@@ -29,6 +29,7 @@ from gpuattn.engine.decoder_step import (
     layers_of,
     weights_refusal,
 )
+from gpuattn.engine.records import Records
 from gpuattn.nn.norm import LayerNorm
 
 FILE = "decoder/cluster_step.cu"
@@ -132,8 +133,8 @@ class ClusterStep:
         self.rows_of_cluster = rows_of_cluster(state.sentences, *sizes)
         self.clusters = -(-self.rows // self.rows_of_cluster)
         self.memory_room = memory[0][0].shape[1]
-        self._held: list[Any] = []  # arrays whose addresses the records have
-        self._records: list[np.ndarray] = []
+        self._records = Records()
+        self._packs: list[np.ndarray] = []  # what ``pack_weights`` reads
         self._units = 0
         pieces, hidden = self.width // DEPTH, self.inner // self.blocks // TILE
         result = RESULT, _parts_of_result(pieces)
@@ -146,7 +147,7 @@ class ClusterStep:
         self._packed = arrays.zeros(like, (self.blocks, WARPS, len(layers), self._stream, PIECE))
         self._tails = arrays.zeros(like, (len(layers), self.blocks, tails), np.float32)
         self._layers = xp.asarray(self._describe(model, memory).view(np.uint8))
-        packs = np.array(self._records, LAYER)
+        packs = np.array(self._packs, LAYER)
         units = -(-packs["outputs"] // TILE)
         self._weights = xp.asarray(packs.view(np.uint8))
         self._owners = xp.asarray(np.repeat(np.arange(len(units)), units), np.int32)
@@ -201,6 +202,7 @@ class ClusterStep:
     def _describe(self, model, memory):
         """Append what ``pack_weights`` reads; return what the step reads of each layer."""
         found, before = np.zeros(len(layers_of(model)), RECORD), None
+        address = self._records.address
         for n, layer in enumerate(layers_of(model)):
             own, cross, forward = layer.attention, layer.cross_attention, layer.feed_forward
             norms = list(layer.norms)
@@ -214,14 +216,14 @@ class ClusterStep:
                 tail = self._product(n, i, linear, norm, tail)
             self._last_product(n, forward.out, tail)
             record, cache = found[n], self.caches[n]
-            record["keys"], record["values"] = self._address(cache.k), self._address(cache.v)
+            record["keys"], record["values"] = address(cache.k), address(cache.v)
             for name, x in zip(("memory_keys", "memory_values"), memory[n], strict=True):
-                record[name] = self._address(x)
+                record[name] = address(x)
             for i, norm in enumerate(norms):
                 record["normed"][i] = norm is not None
                 if norm is not None:
-                    record["gain"][i] = self._address(norm.weight)
-                    record["shift"][i] = self._address(norm.bias)
+                    record["gain"][i] = address(norm.weight)
+                    record["shift"][i] = address(norm.bias)
         return found
 
     def _product(self, n, i, linear, norm, tail):
@@ -252,24 +254,10 @@ class ClusterStep:
 
     def _add(self, linear, norm, rows, packed, tails, **strides):
         weight = raw(linear.weight)[rows]
-        record = np.zeros((), LAYER)
-        given = {
-            "weight": weight, "gain": norm and norm.weight, "shift": norm and norm.bias,
-            "bias": None if linear.bias is None else raw(linear.bias)[rows], "packed": packed,
-            "tails": tails,
-        }  # fmt: skip
-        for name, x in given.items():
-            record[name] = self._address(x)
-        sizes = {"outputs": len(weight), "inputs": weight.shape[1], "first": self._units}
-        for name, x in (sizes | strides | {"tail_far": self._tails.shape[2]}).items():
-            record[name] = x
+        self._packs.append(self._records.make(
+            LAYER, weight=weight, gain=norm and norm.weight, shift=norm and norm.bias,
+            bias=None if linear.bias is None else raw(linear.bias)[rows], packed=packed,
+            tails=tails, outputs=len(weight), inputs=weight.shape[1], first=self._units,
+            tail_far=self._tails.shape[2], **strides,
+        ))  # fmt: skip
         self._units += -(-len(weight) // TILE)
-        self._records.append(record)
-
-    def _address(self, x):
-        if x is None:
-            return 0
-        x = raw(x)
-        assert x.flags.c_contiguous, x.shape
-        self._held.append(x)
-        return x.data.ptr

@@ -17,6 +17,7 @@ from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.cuda.gpu import dotted, gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.engine.records import Records
 from gpuattn.nn.norm import LayerNorm
 
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
@@ -139,7 +140,7 @@ class DecoderStep:
         sizes = GROUPS[self.head_dim]
         self.group = next((size for size in sizes if size >= self.count), sizes[-1])
         self.shift = (-(-self.count // self.group) - 1).bit_length()  # 1 << shift groups
-        self._held: list[Any] = []  # arrays whose addresses the program has
+        self._records = Records()
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
         self._units = self._rotation = 0
@@ -274,7 +275,7 @@ class DecoderStep:
         packed = arrays.empty(self.like, (units, size))
         tails = packed.ravel()[TILE * inputs :]
         gain, shift = _parameters(norm)
-        self._packed.append(self._record(
+        self._packed.append(self._records.make(
             LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
             tails=tails, outputs=outputs, inputs=inputs, first=self._units, units=1, far=size,
             tail_units=1, tail_far=size // 2,
@@ -297,22 +298,8 @@ class DecoderStep:
         self._rotation = (self._rotation + (units << self.shift)) % self.blocks
 
     def _add(self, kind, **fields):
-        self._phases.append(self._record(PHASE, kind=kind, rotation=self._rotation, **fields))
-
-    def _record(self, struct, **fields):
-        """Return one element of ``struct``; arrays are given by their addresses."""
-        record = np.zeros((), struct)
-        for name, value in fields.items():
-            record[name] = self._address(value) if struct[name] == np.uint64 else value
-        return record
-
-    def _address(self, x):
-        if x is None:
-            return 0
-        x = raw(x)
-        assert x.flags.c_contiguous, x.shape
-        self._held.append(x)
-        return x.data.ptr
+        record = self._records.make(PHASE, kind=kind, rotation=self._rotation, **fields)
+        self._phases.append(record)
 
     def _new(self, width):
         return arrays.zeros(self.like, (self.group << self.shift, width))

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.tape import raw
+from gpuattn.decode.limits import check_tokens
 from gpuattn.decode.options import SampleOptions
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
@@ -45,13 +46,7 @@ def checked(
         if not 0 <= token < vocab:
             accepted = f"0 <= token < {vocab}"
             raise IndexError(problem("generate", "a prompt", f"holding {token}", accepted))
-    wrong = [token for token in (*options.banned, *options.eos) if not 0 <= token < vocab]
-    if wrong:
-        got = f"holding {wrong[0]}"
-        raise ValueError(problem("generate", "banned or eos", got, f"0 <= token < {vocab}"))
-    if len(options.eos) >= vocab:
-        accepted = f"fewer end marks than tokens, {vocab}"
-        raise ValueError(problem("generate", "eos", f"{len(options.eos)} tokens", accepted))
+    check_tokens(options, vocab, "generate")
     ends = itertools.accumulate(lengths)
     ids = ids.astype(np.int32, copy=False)
     return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]

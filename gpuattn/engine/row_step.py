@@ -20,6 +20,7 @@ from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine import decoder_step
 from gpuattn.engine.cluster_step import ClusterStep, cluster_step_of
 from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
+from gpuattn.engine.records import Records
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.step_attention import memory_attention
@@ -159,8 +160,8 @@ class RowStep:
         self.rows = state.sentences * state.beam
         self._scalar = ctype(like.dtype)
         self._folded: dict[int, tuple[Any, Any]] = {}  # by the id of a Linear
-        self._held: list[Any] = []  # arrays whose addresses the records have
-        records: list[np.ndarray] = []
+        self._records = Records()
+        folds: list[np.ndarray] = []
         sizes: list[int] = []
         before = None  # the norm whose result the next layer reads
         for layer in layers_of(model):
@@ -170,10 +171,10 @@ class RowStep:
                 before = layer.norms[-1]
             for linear, norm in zip(heads, norms, strict=True):
                 if norm is not None:
-                    records.append(self._fold(linear, norm, sum(sizes)))
+                    folds.append(self._fold(linear, norm, sum(sizes)))
                     sizes.append(len(linear.weight.data))
         xp, self._outputs = get_xp(like), sum(sizes)
-        self._records = xp.asarray(np.array(records, FOLDING).view(np.uint8))
+        self._folds = xp.asarray(np.array(folds, FOLDING).view(np.uint8))
         self._owners = xp.asarray(np.repeat(np.arange(len(sizes)), sizes), np.int32)
 
     def _fold(self, linear, norm, first):
@@ -182,22 +183,16 @@ class RowStep:
         product = arrays.empty(self.like, weight.shape)
         folded = arrays.empty(self.like, (len(weight), 2), np.float32)
         self._folded[id(linear)] = product, folded
-        record = np.zeros((), FOLDING)
-        given = {"weight": weight, "gain": norm.weight, "shift": norm.bias, "bias": linear.bias}
-        for name, x in {**given, "product": product, "folded": folded}.items():
-            if x is not None:
-                x = raw(x)
-                assert x.flags.c_contiguous, name
-                self._held.append(x)
-                record[name] = x.data.ptr
-        record["inputs"], record["first"] = weight.shape[1], first
-        return record
+        return self._records.make(
+            FOLDING, weight=weight, gain=norm.weight, shift=norm.bias, bias=linear.bias,
+            product=product, folded=folded, inputs=weight.shape[1], first=first,
+        )  # fmt: skip
 
     def pack(self) -> None:
         """Fold the norms into the weights as they are now."""
         blocks = -(-self._outputs // FOLD_WARPS)
         kernel(FOLD, "fold_norm", scalar=self._scalar)(
-            (blocks,), (FOLD_THREADS,), self._records, self._owners, self._outputs
+            (blocks,), (FOLD_THREADS,), self._folds, self._owners, self._outputs
         )
 
     def __call__(self) -> Any:

@@ -1,8 +1,7 @@
 #pragma once
 // Attention of decoder_step.cu: of a new token to its text, or to a memory.
-#include "common/math.cuh"
 #include "common/mma_sync.cuh"
-#include "common/pack.cuh"
+#include "decoder/attended.cuh"
 #include "decoder/program.cuh"
 
 // The attention of a row and head by phase.warps warps, each with a range of the keys; or by all warps of several blocks,
@@ -30,7 +29,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
         const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
         const int kv_head = quotient(head, phase.per_kv_head);
-        float acc[WIDTH] = {}, peak = NEG_INF, sum = 0;
+        Attended attended;
         int start = 0, end = 0, last = -1;  // keys of this warp; the new key
         const short* slots = phase.slots + (long long)row * phase.room;
         if (unit < units) {
@@ -91,7 +90,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         }
 #pragma unroll 1
         while (start < end) {
-            float logits[2 * TILES], most = peak;
+            float logits[2 * TILES], most = attended.peak;
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
                 float d[4] = {};
@@ -111,42 +110,20 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             const int here = start;
             start += KEYS;
             if (start < end) load_keys();
-#pragma unroll
-            for (int other = 4; other < 32; other <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-            const float level = most == NEG_INF ? 0.f : most, correction = exp2_fast(peak - level);
-            peak = most, sum *= correction;
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) acc[i] *= correction;
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; ++i) {
-                logits[i] = exp2_fast(logits[i] - level);
-                sum += logits[i];
-            }
+            attended.weigh(logits, most);
 #pragma unroll
             for (int s = 0; s < VALUES; ++s) {
                 const int key = here + s * GROUPS + group;
                 const float weight = __shfl_sync(~0u, logits[s * GROUPS / 8], (s * GROUPS % 8 + group) * 4);
-                float x[WIDTH];
-                unpack(x, __builtin_bit_cast(Pack<scalar, WIDTH>, key == last ? new_v : v[s]));
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) acc[i] += weight * x[i];
+                attended.add(weight, key == last ? new_v : v[s]);
             }
             if (start < end) load_values();
         }
-#pragma unroll
-        for (int other = 4; other < 32; other <<= 1) sum += __shfl_xor_sync(~0u, sum, other);
-#pragma unroll
-        for (int other = LANES; other < 32; other <<= 1)
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) acc[i] += __shfl_xor_sync(~0u, acc[i], other);
+        attended.reduce<LANES, 32>();
         if (phase.warps > 1) {
-            constexpr int SIZE = HEAD_DIM + 8;  // of a warp's result: (HEAD_DIM,), peak and sum
+            constexpr int SIZE = Attended::SIZE;
             float* state = partial + warp * SIZE;
-            if (group == 0) {
-                *reinterpret_cast<float4*>(state + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
-                *reinterpret_cast<float4*>(state + column + 4) = make_float4(acc[4], acc[5], acc[6], acc[7]);
-            }
-            if (lane == 0) *reinterpret_cast<float2*>(state + HEAD_DIM) = make_float2(peak, sum);
+            attended.store(state, lane, group, column);
             sync_consumers();
             if (part == 0) {
                 float weights[WARPS], sums[WARPS], level = NEG_INF;
@@ -158,29 +135,25 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
                     weights[w] = known.x, sums[w] = known.y;
                     level = fmaxf(level, known.x);
                 }
-                peak = level, sum = 0;
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) acc[i] = 0;
+                attended = {};
+                attended.peak = level;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) {
                     if (w >= phase.warps) continue;
                     const float weight = exp2_fast(weights[w] - level);
-                    const float4 a = *reinterpret_cast<const float4*>(state + w * SIZE + column);
-                    const float4 b = *reinterpret_cast<const float4*>(state + w * SIZE + column + 4);
-                    sum += weight * sums[w];
-                    acc[0] += weight * a.x, acc[1] += weight * a.y, acc[2] += weight * a.z, acc[3] += weight * a.w;
-                    acc[4] += weight * b.x, acc[5] += weight * b.y, acc[6] += weight * b.z, acc[7] += weight * b.w;
+                    attended.sum += weight * sums[w];
+                    attended.add(weight, state + w * SIZE, column);
                 }
             }
             partial = partial == shared.partial() ? shared.partial() + PARTIAL : shared.partial();
         }
         if (part == 0 && group == 0 && unit < units) {
-            const float whole = reciprocal(sum);
+            const float whole = reciprocal(attended.sum);
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) acc[i] *= whole;
+            for (int i = 0; i < WIDTH; ++i) attended.acc[i] *= whole;
             const int to = (row << split) + share;
-            store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, acc);
-            if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(peak, sum);
+            store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, attended.acc);
+            if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(attended.peak, attended.sum);
         }
     }
 }

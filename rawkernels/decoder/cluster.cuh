@@ -7,9 +7,7 @@
 #include "common/pack.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
-#include "linear/gelu.cuh"
-
-enum Activation { NO_ACTIVATION, RELU, GELU };
+#include "decoder/attended.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int COLUMNS = ROWS / 8;                           // operands b
@@ -55,7 +53,7 @@ struct alignas(16) Layer {
 constexpr int STATE_BYTES = ROWS * WIDTH * 2, HEAD_BYTES = TURNS * 3 * HEAD_DIM * 2, GAIN_BYTES = 6 * OWN * 2;
 constexpr int PITCH = TILE + 4;                             // partial sums of a result (warp, row, output)
 constexpr int SPREAD_PITCH = ROWS % 16 == 0 ? ROWS + 8 : ROWS;  // sums of the blocks of the cluster (block, output, row)
-constexpr int MERGE = HEAD_DIM + 8;                         // attention of a warp: (HEAD_DIM,), peak and sum
+constexpr int MERGE = Attended::SIZE;
 constexpr int SPREAD_BYTES = CLUSTER * OWN * SPREAD_PITCH * 4;
 constexpr int MOST_LAYERS = 24, ROOM = 128;                 // ROOM: keys whose slots are copied to shared memory
 // What has been attended is read before the sums of the next product arrive, and they before the next layer attends.

@@ -1,5 +1,6 @@
 #pragma once
 // Attention of cluster_step.cu: a block attends for the rows of its turn of one head.
+#include "decoder/attended.cuh"
 #include "decoder/cluster.cuh"
 
 // The keys of the rows of this block, which are the same in all layers.
@@ -83,28 +84,20 @@ template <bool OWN_TEXT> struct Attention {
         const int teams = WARPS / of.warps, part = shared.warp & (of.warps - 1), sharer = shared.rank % SHARERS;
         uint4 q[HALVES] = {};
         u32 query = 0;
-        float acc[WIDE] = {}, peak = NEG_INF, sum = 0;
+        Attended attended;
         mine = -1;
         const auto send = [&](int row) {  // all groups of lanes have the result
-            const float whole = reciprocal(sum);
-            const auto pair = [&](int i) { return pack_pair(scalar(), acc[i] * whole, acc[i + 1] * whole); };
+            const float whole = reciprocal(attended.sum);
+            const auto pair = [&](int i) {
+                return pack_pair(scalar(), attended.acc[i] * whole, attended.acc[i + 1] * whole);
+            };
             const int place = AT_ATTENDED + place_of(row, shared.rank / SHARERS * HEAD_DIM + column);
             if (group < 4) send_to_all(shared, place, make_uint4(pair(0), pair(2), pair(4), pair(6)), ATTENDED);
-        };
-        const auto reduce = [&] {
-#pragma unroll
-            for (int other = 4; other < 32; other <<= 1) sum += __shfl_xor_sync(~0u, sum, other);
-#pragma unroll
-            for (int other = 1; other < GROUPS; other <<= 1)
-#pragma unroll
-                for (int i = 0; i < WIDE; ++i) acc[i] += __shfl_xor_sync(~0u, acc[i], other);
         };
 #pragma unroll 1
         while (next < of.turns) {
             if (mine != next) {
-                mine = next, peak = NEG_INF, sum = 0;
-#pragma unroll
-                for (int i = 0; i < WIDE; ++i) acc[i] = 0;
+                mine = next, attended = {};
                 query = shared.address + AT_HEAD + mine * 3 * HEAD_DIM * 2;
 #pragma unroll
                 for (int p = 0; p < HALVES; ++p) q[p] = load_shared_uint4(query + (p * DEPTH + t * 8) * 2);
@@ -119,7 +112,7 @@ template <bool OWN_TEXT> struct Attention {
             const bool both = start + KEYS / 2 < end;
             next_start += KEYS;
             if (next_start >= next_end) look(shared, of, mine + teams);
-            float logits[2 * TILES], most = peak;
+            float logits[2 * TILES], most = attended.peak;
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
                 logits[2 * i] = logits[2 * i + 1] = NEG_INF;
@@ -143,43 +136,26 @@ template <bool OWN_TEXT> struct Attention {
             }
             const bool more = next < of.turns;
             if (more) load_keys(shared, of);
-#pragma unroll
-            for (int other = 4; other < 32; other <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-            const float level = most == NEG_INF ? 0.f : most, correction = exp2_fast(peak - level);
-            peak = most, sum *= correction;
-#pragma unroll
-            for (int i = 0; i < WIDE; ++i) acc[i] *= correction;
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; ++i) {
-                logits[i] = exp2_fast(logits[i] - level);
-                sum += logits[i];
-            }
+            attended.weigh(logits, most);
 #pragma unroll
             for (int s = 0; s < VALUES; ++s) {
                 if (s == VALUES / 2 && !both) break;
                 const int key = start + s * GROUPS + group;
                 const float weight = __shfl_sync(~0u, logits[s * GROUPS / 8], (s * GROUPS % 8 + group) * 4);
                 if (OWN_TEXT && key == last) v[s] = load_shared_uint4(query + (2 * HEAD_DIM + column) * 2);
-                float x[WIDE];
-                unpack(x, __builtin_bit_cast(Pack<scalar, WIDE>, v[s]));
-#pragma unroll
-                for (int i = 0; i < WIDE; ++i) acc[i] += weight * x[i];
+                attended.add(weight, v[s]);
             }
             if (more) load_values(shared);
             if (next != mine && of.warps == 1) {
-                reduce();
+                attended.reduce<1, GROUPS>();
                 send(mine * SHARERS + sharer);
             }
         }
         if (of.warps == 1) return;
         float* state = shared.at<float>(AT_MERGE) + shared.warp * MERGE;
         if (mine >= 0) {
-            reduce();
-            if (group == 0) {
-                *reinterpret_cast<float4*>(state + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
-                *reinterpret_cast<float4*>(state + column + 4) = make_float4(acc[4], acc[5], acc[6], acc[7]);
-            }
-            if (lane == 0) *reinterpret_cast<float2*>(state + HEAD_DIM) = make_float2(peak, sum);
+            attended.reduce<1, GROUPS>();
+            attended.store(state, lane, group, column);
         }
         bar_sync(1, THREADS);
         if (part || mine < 0) return;
@@ -189,20 +165,15 @@ template <bool OWN_TEXT> struct Attention {
 #pragma unroll
         for (int other = 1; other < WARPS; other <<= 1) level = fmaxf(level, __shfl_xor_sync(~0u, level, other));
         const float weight = exp2_fast(known.x - uniform_float(level));
-        sum = weight * known.y;
+        attended = {};
+        attended.sum = weight * known.y;
 #pragma unroll
-        for (int other = 1; other < WARPS; other <<= 1) sum += __shfl_xor_sync(~0u, sum, other);
-        sum = uniform_float(sum);
-#pragma unroll
-        for (int i = 0; i < WIDE; ++i) acc[i] = 0;
+        for (int other = 1; other < WARPS; other <<= 1) attended.sum += __shfl_xor_sync(~0u, attended.sum, other);
+        attended.sum = uniform_float(attended.sum);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             if (w >= of.warps) break;
-            const float one = __shfl_sync(~0u, weight, w);
-            const float4 a = *reinterpret_cast<const float4*>(state + w * MERGE + column);
-            const float4 b = *reinterpret_cast<const float4*>(state + w * MERGE + column + 4);
-            acc[0] += one * a.x, acc[1] += one * a.y, acc[2] += one * a.z, acc[3] += one * a.w;
-            acc[4] += one * b.x, acc[5] += one * b.y, acc[6] += one * b.z, acc[7] += one * b.w;
+            attended.add(__shfl_sync(~0u, weight, w), state + w * MERGE, column);
         }
         send(mine * SHARERS + sharer);
     }

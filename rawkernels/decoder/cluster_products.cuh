@@ -2,13 +2,8 @@
 // Matmuls of cluster_step.cu. The weights are operand a (16 outputs), the texts operand b (8 rows): lane 4 g + t has the
 // sums of outputs g and g + 8, and of rows 2 t and 2 t + 1.
 #include "common/tile.cuh"
+#include "decoder/activation.cuh"
 #include "decoder/cluster.cuh"
-
-__device__ float activated(float x, int activation) {
-    if (activation == RELU) return fmaxf(x, 0.f);
-    if (activation == GELU) return __fdividef(x, 1.f + exp2_fast(x * EXPONENT * (1.f + TANH_CUBIC * x * x)));
-    return x;
-}
 
 struct Sums {
     float of[COLUMNS][4];

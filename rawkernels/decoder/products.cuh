@@ -3,19 +3,13 @@
 // operand a (16 outputs), the texts operand b (8 rows).
 #include "common/mma_sync.cuh"
 #include "common/pair.cuh"
+#include "decoder/activation.cuh"
 #include "decoder/program.cuh"
-#include "linear/gelu.cuh"
 
 // Of the parts of all warps, in pairs.
 __device__ float sum_of(const float (&x)[WARPS]) {
     static_assert(WARPS == 8);
     return (x[0] + x[1] + (x[2] + x[3])) + (x[4] + x[5] + (x[6] + x[7]));
-}
-
-__device__ float activated(float x, int activation) {
-    if (activation == RELU) return fmaxf(x, 0.f);
-    if (activation == GELU) return __fdividef(x, 1.f + exp2_fast(x * EXPONENT * (1.f + TANH_CUBIC * x * x)));
-    return x;
 }
 
 // out = activation(W x + bias) + residual for the units of this block: TILE outputs of ROWS rows, up to UNITS units at a

@@ -7,7 +7,6 @@
 
 enum Kind { EMBED, LINEAR, ATTEND };
 enum Norm { NO_NORM, LAYER_NORM, RMS_NORM };
-enum Activation { NO_ACTIVATION, RELU, GELU };
 
 // One step of the program, the same for all blocks. Arrays of states are (groups * ROWS, width); the rows past the texts
 // hold zeros or anything: no row depends on another.

@@ -8,7 +8,7 @@ import fake_launches
 import fake_runs
 import numpy as np
 import pytest
-from fake_cublaslt import Memory
+from arena import Arena
 
 from gpuattn import arrays
 from gpuattn.autodiff import plans, side_stream
@@ -19,26 +19,21 @@ from gpuattn.ops.linear import weight_gradients
 from gpuattn.runtime.workspace import Workspace
 
 MAIN = 16  # the address of the stream that is current
-UNIT = 512  # bytes: no two arrays lie in one
 
 
-class Arena:
-    """Gives out each address once. ``beside``: arrays made while a side stream was current, whose
-    memory CuPy's pool gives to nothing on another stream."""
+class Places(Arena):
+    """Knows which array an address is of. ``beside``: arrays made while a side stream was current,
+    whose memory CuPy's pool gives to nothing on another stream."""
 
     def __init__(self):
-        self.memory = np.zeros(1 << 30, np.uint8).view(fake_runs.Array)
-        self.first = -(-self.memory.ctypes.data // UNIT) * UNIT
-        self.starts, self.at, self.beside = [], 0, set()
+        super().__init__(fake_runs.Array, 1 << 29)
+        self.starts, self.beside = [], set()
 
-    def empty(self, _, shape, dtype):
-        place, size = self.first + self.at, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self.at += max(-(-size // UNIT), 1) * UNIT
-        assert self.at < 1 << 29
+    def empty(self, xp, shape, dtype):
         if sys.modules["cupy"].cuda.get_current_stream().ptr != MAIN:
             self.beside.add(len(self.starts))
-        self.starts.append(place)
-        return fake_runs.Array(shape, dtype, Memory(place, self.memory))
+        self.starts.append(self.first + self.at)
+        return super().empty(xp, shape, dtype)
 
     def find(self, word):
         """Return (which array, offset) of an address, or None."""
@@ -100,7 +95,7 @@ class Streams:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_same_launches_on_the_same_streams(dropout, monkeypatch):
-    arena, log, counts = Arena(), Log(None), Counter()
+    arena, log, counts = Places(), Log(None), Counter()
     log.arena = arena
     inner = plans.gradients
 

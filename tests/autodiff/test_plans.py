@@ -1,7 +1,6 @@
 """Planned calls: the same launches and results as calls that check and choose, for any sequence."""
 
 import contextlib
-import ctypes
 import struct
 import sys
 import traceback
@@ -11,8 +10,9 @@ import fake_launches
 import fake_runs
 import numpy as np
 import pytest
+from arena import Arena
 from checks import dtype_of
-from fake_cublaslt import Array, CublasLt, Memory
+from fake_cublaslt import Array, CublasLt
 from fake_gpu import GPUS
 from ops import test_launch_plans as cases
 
@@ -25,43 +25,10 @@ from gpuattn.cuda.program import Program, Recorder
 from gpuattn.gemm import cublaslt
 from gpuattn.impls import Call, Impl, Impls
 
-ARENA = 1 << 28
 PLAIN = np.ndarray
 PLANNED = {  # ops that have a program wherever these cases call them, and their gradients
     "softmax", "layer_norm", "rms_norm", "gelu", "relu", "linear", "flash_attention",
 }  # fmt: skip
-
-
-class Arena:
-    """Hands out addresses in the same order after each ``reset``."""
-
-    def __init__(self):
-        self.memory = np.zeros(ARENA, np.uint8).view(Array)
-        self.first = -(-self.memory.ctypes.data // 4096) * 4096
-        self.at = self.kept = 0
-
-    def reset(self):
-        self.at = self.kept
-
-    def empty(self, _, shape, dtype):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        place, self.at = self.first + self.at, self.at + -(-size // 512) * 512
-        assert self.at < ARENA
-        return Array(shape, dtype, Memory(place, self.memory))
-
-    def array(self, x):
-        x = np.asarray(x)
-        found = self.empty(None, x.shape, x.dtype)
-        found[...] = x
-        return found
-
-    def zeros(self, shape, dtype=np.float64):
-        found = self.empty(None, shape, dtype)
-        ctypes.memset(found.data.ptr, 0, found.nbytes)
-        return found
-
-    def holds(self, address):
-        return self.first <= address < self.first + ARENA
 
 
 def differences(before, now, arena):

@@ -125,7 +125,9 @@ def test_rules_that_read_the_texts(model):
 
 @pytest.mark.parametrize("wrong, said", [
     ({"prompts": [[]]}, "a prompt is 0 tokens"), ({"limits": [BLOCK + 1]}, "with a limit of 49"),
-    ({"limits": [-1]}, "with a limit of -1"), ({"banned": [VOCAB]}, "holding 40; accepted: 0"),
+    ({"limits": [-1]}, "with a limit of -1"),
+    ({"banned": [VOCAB]}, "generate: banned or eos is holding 40; accepted: 0"),
+    ({"eos": range(VOCAB)}, "generate: eos is 40 tokens; accepted: fewer end marks"),
     ({"top_p": 0}, "top_p"), ({"temperature": -1}, "temperature"),
 ])  # fmt: skip
 def test_settings_out_of_range(model, wrong, said):

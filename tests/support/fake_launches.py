@@ -14,9 +14,9 @@ from unittest import mock
 
 import numpy as np
 from fake_cublaslt import Array, matmul_of_cupy
+from own_plans import separate_plans
 
 from gpuattn import arrays
-from gpuattn.autodiff import plans
 from gpuattn.cuda import driver_launch as driver_launch_module
 from gpuattn.cuda import kernels, scratch, tensor_maps
 from gpuattn.cuda.gpu import gpu
@@ -198,7 +198,7 @@ def launches_on(record):
         driver = SimpleNamespace(cuTensorMapEncodeTiled=_encoded)
         stack.enter_context(mock.patch.object(tensor_maps, "_driver", lambda: driver))
         stack.enter_context(mock.patch.object(cublaslt, "library", lambda: (None, "a fake GPU")))
-        stack.enter_context(plans.own_table())
+        stack.enter_context(separate_plans())
         for table in REMEMBERED:
             stack.enter_context(mock.patch.dict(table, clear=True))
         for function in cached:
