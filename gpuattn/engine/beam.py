@@ -11,7 +11,15 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
 from gpuattn.engine.cache import DeviceCache
-from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
+from gpuattn.engine.inputs import (
+    FIXED_TOKENS,
+    Inputs,
+    joined,
+    parts,
+    portions,
+    rounded,
+    token_mask,
+)
 from gpuattn.engine.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
@@ -119,7 +127,7 @@ class TranslationSearch:
         for source in sources:
             marked += source
             marked.append(self.model.config.eos)
-        tokens[:total], tokens[total:] = np.fromiter(marked, np.int32, total), 0
+        tokens[:total], tokens[total:] = joined([marked]), 0
         begins = bounds[:-1]
         np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)
         self._inputs.send(sizes)
