@@ -120,13 +120,14 @@ class TranslationSearch:
         bounds[0], bounds[count:] = 0, total
         own.cumsum(out=bounds[1 : count + 1])
         ends = bounds[entries + 1 :]  # of sequences past the entries, which hold the padding
-        np.minimum(total + longest * np.arange(1, len(ends) + 1), room, out=ends)
+        np.minimum(np.arange(1, len(ends) + 1) * longest + total, room, out=ends)
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
         places[:count], starts[:count] = at, bounds[:count]
         marked: list[int] = []
+        mark = [self.model.config.eos]
         for source in sources:
             marked += source
-            marked.append(self.model.config.eos)
+            marked += mark
         tokens[:total], tokens[total:] = joined([marked]), 0
         begins = bounds[:-1]
         np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)

@@ -30,7 +30,7 @@ PATIENCE = 64  # admissions after which a request is before newer ones of one pr
 ROUND = 1 << 48  # between the ranks of two admissions: more than requests ever come
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """The place of a ``request`` in the queue or in a slot.
 
@@ -46,7 +46,6 @@ class Ticket:
     cost: int
     priority: int
     rank: int
-    # the class keeps what all tickets begin with
     state: str = field(default="waiting", init=False)
     slot: int = field(default=-1, init=False)
     since: int = field(default=0, init=False)
