@@ -130,7 +130,8 @@ class TranslationSearch:
             marked += mark
         tokens[:total], tokens[total:] = joined([marked]), 0
         begins = bounds[:-1]
-        np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)
+        own_begins = begins.repeat(bounds[1:] - begins)
+        np.subtract(np.arange(room, dtype=np.int32), own_begins, out=positions)
         self._inputs.send(sizes)
 
     def _sizes(self, shape):
