@@ -103,8 +103,9 @@ class PagePool:
         every, full = tokens.tobytes(), len(tokens) // PAGE
         pages: list[int] = []
         while (known := len(pages)) < full:
-            before, at = pages[-1] if pages else 0, known * SIZE
-            run = self._runs.get((before, every[at : at + SIZE]))
+            at = known * SIZE
+            key = pages[-1] if pages else 0, every[at : at + SIZE]
+            run = self._runs.get(key)
             if run is None:
                 break
             pages += run.pages[: run.shared(every, at, full - known)]
@@ -115,8 +116,7 @@ class PagePool:
             self._users[page] += 1
         pages += self.take(count - known)
         if known < full:
-            run = Run((before, every[at : at + SIZE]), every[at:], pages[known:full])
-            self._runs[run.key] = run
+            self._runs[key] = run = Run(key, every[at:], pages[known:full])
             self._known |= dict.fromkeys(run.pages, run)
         return pages, known
 
@@ -131,7 +131,8 @@ class PagePool:
             page = next(iter(self._idle))
             del self._idle[page]
             run = self._known.pop(page)
-            run.pages.pop()  # it is the last one
+            last = run.pages.pop()
+            assert last == page, "a page that others follow is given away"
             if not run.pages:
                 del self._runs[run.key]
             self._free.append(page)
