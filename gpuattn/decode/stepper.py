@@ -128,10 +128,10 @@ def hypotheses_of(
     for text, length in zip(tokens, counts, strict=True):
         del text[length:]
     found = list(map(Hypothesis, tokens, *others))
-    return [
-        [text for text in found[i : i + n] if text.score != -math.inf]
-        for i in range(0, count * n, n)
-    ]
+    groups = [found[i : i + n] for i in range(0, count * n, n)]
+    if -math.inf in others[0]:
+        return [[text for text in group if text.score != -math.inf] for group in groups]
+    return groups
 
 
 def all_done(done: Array, step: int) -> bool:

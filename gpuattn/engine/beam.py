@@ -11,7 +11,15 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
 from gpuattn.engine.cache import DeviceCache
-from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
+from gpuattn.engine.inputs import (
+    FIXED_TOKENS,
+    Inputs,
+    joined,
+    parts,
+    portions,
+    rounded,
+    token_mask,
+)
 from gpuattn.engine.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
@@ -112,16 +120,18 @@ class TranslationSearch:
         bounds[0], bounds[count:] = 0, total
         own.cumsum(out=bounds[1 : count + 1])
         ends = bounds[entries + 1 :]  # of sequences past the entries, which hold the padding
-        np.minimum(total + longest * np.arange(1, len(ends) + 1), room, out=ends)
+        np.minimum(np.arange(1, len(ends) + 1) * longest + total, room, out=ends)
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
         places[:count], starts[:count] = at, bounds[:count]
         marked: list[int] = []
+        mark = [self.model.config.eos]
         for source in sources:
             marked += source
-            marked.append(self.model.config.eos)
-        tokens[:total], tokens[total:] = np.fromiter(marked, np.int32, total), 0
+            marked += mark
+        tokens[:total], tokens[total:] = joined([marked]), 0
         begins = bounds[:-1]
-        np.subtract(np.arange(room), begins.repeat(bounds[1:] - begins), out=positions)
+        own_begins = begins.repeat(bounds[1:] - begins)
+        np.subtract(np.arange(room, dtype=np.int32), own_begins, out=positions)
         self._inputs.send(sizes)
 
     def _sizes(self, shape):

@@ -117,7 +117,7 @@ class Engine:
 
         Arguments and errors: those of ``translations``.
         """
-        found: list = [[] for _ in sources]
+        found: list = [[]] * len(sources)
         for chosen, hypotheses in self.translations(sources, limits=limits, **options):
             for i, best in zip(chosen, hypotheses, strict=True):
                 found[i] = best
@@ -383,6 +383,6 @@ class Engine:
 
     def _queued(self, plan, request, priority):
         handle = Handle(self._runner.cancel)
-        owned, event = request._replace(owner=handle), self._searches.event()
-        self._runner.submit(Queued(plan, owned, priority, event))
+        request.owner = handle
+        self._runner.submit(Queued(plan, request, priority, self._searches.event()))
         return handle

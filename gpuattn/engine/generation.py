@@ -14,7 +14,15 @@ from gpuattn.decode.options import SampleOptions
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine.cache import DeviceCache, PromptCache
-from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
+from gpuattn.engine.inputs import (
+    FIXED_TOKENS,
+    Inputs,
+    joined,
+    parts,
+    portions,
+    rounded,
+    token_mask,
+)
 from gpuattn.engine.row_step import step_of
 from gpuattn.errors import problem
 from gpuattn.ops.attention.store_rows import store_rows
@@ -41,7 +49,7 @@ def checked(
             got = f"{length} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
-    ids = _joined(prompts, sum(lengths))
+    ids = _joined(prompts)
     for token in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= token < vocab:
             accepted = f"0 <= token < {vocab}"
@@ -52,11 +60,11 @@ def checked(
     return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
-def _joined(prompts, count):
-    """Return the tokens of all prompts, ``count``, one behind the other."""
+def _joined(prompts):
+    """Return the tokens of all prompts, one behind the other."""
     if all(type(prompt) is list for prompt in prompts):
         with contextlib.suppress(OverflowError):  # no token: ``checked`` says so
-            return np.fromiter(itertools.chain.from_iterable(prompts), np.int64, count)
+            return joined(prompts, np.int64)
     return np.concatenate([np.zeros(0, np.int32), *map(np.asarray, prompts)])
 
 

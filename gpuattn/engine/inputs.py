@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import struct
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -64,6 +65,19 @@ def portions(lengths: Sequence[int], most: int, tokens: int) -> list[list[int]]:
         found[-1].append(i)
         left -= length
     return found
+
+
+def joined(texts: Sequence[list[int]], wider: Any = np.int32) -> np.ndarray:
+    """Return the tokens of all lists, one behind the other: int32, read-only.
+
+    Others than integers of 32 bits are converted to the dtype ``wider``, with NumPy's errors.
+    """
+    try:  # half the time of NumPy
+        packed = [struct.Struct(f"{len(text)}i").pack(*text) for text in texts]
+    except struct.error:
+        every = itertools.chain.from_iterable(texts)
+        return np.fromiter(every, wider, sum(map(len, texts)))
+    return np.frombuffer(b"".join(packed), np.int32)
 
 
 def token_mask(like: Any, tokens: Iterable[int], vocab: int) -> Any:

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine.pages import PAGE
@@ -13,7 +14,8 @@ from gpuattn.runtime.readback import Reading
 MOST_READ = 2  # results that are being read; beyond, their oldest is waited for
 
 
-class Request(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Request:
     """What a slot works on: the tokens of a source, or of a prompt as int32 (n,), and the most new
     tokens.
 
@@ -153,10 +155,14 @@ class Lane:
             if self.scheduler.running and len(self._reads) <= MOST_READ and not reading.ready():
                 break
             self._reads.popleft()
-            slots, limits = [t.slot for t in tickets], [t.request.limit for t in tickets]
+            requests = [ticket.request for ticket in tickets]
+            slots, told = [t.slot for t in tickets], [t.told for t in tickets]
+            del tickets  # fewer objects that a garbage collection looks at
+            limits = [request.limit for request in requests]
             results = self.search.hypotheses(reading.values(), slots, limits)
-            for ticket, result in zip(tickets, results, strict=True) if self._tell else ():
-                if result and len(result[0].tokens) > ticket.told:
-                    self._tell(ticket.request, result[0].tokens[ticket.told :])
-            found += zip([ticket.request for ticket in tickets], results, strict=True)
+            texts = zip(requests, told, results, strict=True)
+            for request, known, result in texts if self._tell else ():
+                if result and len(result[0].tokens) > known:
+                    self._tell(request, result[0].tokens[known:])
+            found += zip(requests, results, strict=True)
         return found

@@ -110,19 +110,16 @@ class PagedGeneration(Generation):
         self._joined.clear()
         self._place()
         prompts, self._copies = self.pages.to_compute()
-        self._rounds = [
-            list(group) for _, group in itertools.groupby(
-                sorted(prompts, key=lambda prompt: prompt.round), lambda prompt: prompt.round
-            )
-        ]  # fmt: skip
+        rounds = sorted({prompt.round for prompt in prompts})
+        self._rounds = [[prompt for prompt in prompts if prompt.round == i] for i in rounds]
         copies = rounded(len(self._copies), self.texts.sentences, 1) if self._copies else 0
         return tuple(map(self._shape_of, self._rounds)), copies
 
     def _shape_of(self, prompts):
         """Return the shape of the launches for a round."""
         slots, room = self.texts.sentences, self.texts.room
-        tokens = rounded(max(len(prompt.tokens) for prompt in prompts), room)
-        start = max(prompt.start for prompt in prompts)
+        tokens = rounded(max([len(prompt.tokens) for prompt in prompts]), room)
+        start = max([prompt.start for prompt in prompts])
         reach = rounded(pages_of(start + tokens), 2 * self.pages.table.shape[1], 1) if start else 0
         return rounded(len(prompts), slots, 1), tokens, reach
 
@@ -148,29 +145,31 @@ class PagedGeneration(Generation):
             self._rounds, self.shape[0], _by_round(host), strict=True
         ):
             tokens, positions, starts, pages, seen, places, bounds, key_bounds = into
-            shaped = tokens.reshape(count, width)
-            before, lengths = np.zeros(count, np.int64), np.zeros(count, np.int64)
+            before, lengths = np.zeros((2, count), np.int32)
+            before[: len(prompts)] = [prompt.start for prompt in prompts]
+            lengths[: len(prompts)] = [len(prompt.tokens) for prompt in prompts]
             # page 0 is nobody's: what pads prompts writes it
-            table = np.zeros((count, self.pages.table.shape[1] + pages_of(width) + reach), np.int32)
+            own = self.pages.table[[prompt.slot for prompt in prompts]]
+            table = np.zeros((count, own.shape[1] + pages_of(width) + reach), np.int32)
+            table[: len(own), : own.shape[1]] = own
             tokens[:] = 0
-            for i, prompt in enumerate(prompts):
-                shaped[i, : len(prompt.tokens)] = prompt.tokens
-                before[i], lengths[i] = prompt.start, len(prompt.tokens)
-                own = self.pages.table[prompt.slot]
-                table[i, : len(own)] = own
-            each = np.arange(count)[:, None]
-            reached = np.minimum(before[:, None] + np.arange(width), most)
-            positions.reshape(shaped.shape)[:] = reached
-            new = np.arange(pages_of(width))
-            starts[:] = (each * width + new * PAGE).ravel()
-            pages[:] = table[each, before[:, None] // PAGE + new].ravel()
+            for row, prompt in zip(tokens.reshape(count, width), prompts, strict=False):
+                row[: len(prompt.tokens)] = prompt.tokens
+            reached = positions.reshape(count, width)
+            np.add(before[:, None], np.arange(width, dtype=np.int32), out=reached)
+            if before.max() + width > most:
+                np.minimum(reached, most, out=reached)
+            new, each = np.arange(pages_of(width)), np.arange(count + 1)
+            begins, rows = each * width, each[:-1, None]
+            starts[:] = (rows * width + new * PAGE).ravel()
+            pages[:] = table[rows, before[:, None] // PAGE + new].ravel()
+            if not reach:  # nothing else is read
+                continue
             seen[:], places[:] = table[:, :reach].ravel() * PAGE, np.arange(len(places))
             # each prompt is two sequences of flash_attention, the second of which pads it
-            bounds[0], key_bounds[0] = 0, 0
-            bounds[1::2], bounds[2::2] = each[:, 0] * width + lengths, (each[:, 0] + 1) * width
-            keys = reach * PAGE
-            key_bounds[1::2] = each[:, 0] * keys + before + lengths
-            key_bounds[2::2] = (each[:, 0] + 1) * keys
+            bounds[::2], bounds[1::2] = begins, begins[:-1] + lengths
+            begins = each * reach * PAGE
+            key_bounds[::2], key_bounds[1::2] = begins, begins[:-1] + before + lengths
         for x, pages in zip((firsts, targets), zip(*self._copies, strict=True), strict=False):
             x[:], x[: len(pages)] = 0, pages
         firsts *= PAGE

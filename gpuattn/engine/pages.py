@@ -14,6 +14,7 @@ import numpy as np
 from gpuattn.errors import problem
 
 PAGE = 64  # keys; with 16 decode_attention took 15 % longer on an H200
+SIZE = PAGE * np.dtype(np.int32).itemsize  # bytes of the tokens of a page
 
 
 def pages_of(keys: int) -> int:
@@ -30,17 +31,12 @@ def new_pages(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[i
     found = []
     for prompt, limit in zip(prompts, limits, strict=True):
         tokens, before, count = np.asarray(prompt[:-1], np.int32), 0, len(known)
-        for name in _names(tokens):
-            before = known.setdefault((before, name), len(known) + 1)
+        every = tokens.tobytes()
+        for i in range(0, len(every) - SIZE + 1, SIZE):
+            before = known.setdefault((before, every[i : i + SIZE]), len(known) + 1)
         own = pages_of(len(tokens) + limit) - len(tokens) // PAGE
         found.append(own + len(known) - count)
     return found
-
-
-def _names(tokens: np.ndarray) -> list[bytes]:
-    """Return the tokens, int32 (n,), of each full page."""
-    every, size = tokens.tobytes(), PAGE * tokens.itemsize
-    return [every[i : i + size] for i in range(0, len(every) - size + 1, size)]
 
 
 def mostly_shared(prompts: Sequence[Sequence[int]]) -> bool:
@@ -48,6 +44,28 @@ def mostly_shared(prompts: Sequence[Sequence[int]]) -> bool:
     pages = sum(pages_of(len(prompt) - 1) for prompt in prompts)
     shared = pages - sum(new_pages(prompts, [0] * len(prompts)))
     return 0 < sum(map(len, prompts)) <= 2 * PAGE * shared
+
+
+class Run(NamedTuple):
+    """``pages`` that follow one another; ``tokens``: theirs, and what came behind them.
+
+    ``key``: the page before, 0 at the beginning of a text, and the tokens of the first page.
+    """
+
+    key: tuple[int, bytes]
+    tokens: bytes
+    pages: list[int]
+
+    def shared(self, tokens: bytes, at: int, most: int) -> int:
+        """Return how many pages, up to ``most``, hold what ``tokens`` have from byte ``at`` on.
+
+        That the first one does is known.
+        """
+        for i in range(1, min(most, len(self.pages))):
+            begin = i * SIZE
+            if self.tokens[begin : begin + SIZE] != tokens[at + begin : at + begin + SIZE]:
+                return i
+        return min(most, len(self.pages))
 
 
 class PagePool:
@@ -65,8 +83,10 @@ class PagePool:
         self.count = count
         self._free = list(range(count - 1, 0, -1))
         self._users = [0] * count
-        self._known: dict[tuple[int, bytes], int] = {}  # by the page before and its own tokens
-        self._names: dict[int, tuple[int, bytes]] = {}  # the same, by page
+        # what is known: runs of pages that follow one another, by the page before and the tokens
+        # of the first one, and by each of their pages
+        self._runs: dict[tuple[int, bytes], Run] = {}
+        self._known: dict[int, Run] = {}
         self._idle: dict[int, None] = {}  # in the order in which they were left
 
     @property
@@ -80,32 +100,41 @@ class PagePool:
         The full pages of ``tokens``, int32 (n,), are known from now on; ``count``: at least their
         number. Returns None, and changes nothing, where too few pages are available.
         """
-        names = _names(tokens)
+        every, full = tokens.tobytes(), len(tokens) // PAGE
         pages: list[int] = []
-        for name in names:
-            page = self._known.get((pages[-1] if pages else 0, name))
-            if page is None:
+        while (known := len(pages)) < full:
+            at = known * SIZE
+            key = pages[-1] if pages else 0, every[at : at + SIZE]
+            run = self._runs.get(key)
+            if run is None:
                 break
-            pages.append(page)
-        known = len(pages)
+            pages += run.pages[: run.shared(every, at, full - known)]
         if count - known > self.available - sum([page in self._idle for page in pages]):
             return None
         for page in pages:
             self._idle.pop(page, None)
             self._users[page] += 1
         pages += self.take(count - known)
-        for before, page, name in zip(
-            [0, *pages][known:], pages[known:], names[known:], strict=False
-        ):
-            self._known[before, name], self._names[page] = page, (before, name)
+        if known < full:
+            self._runs[key] = run = Run(key, every[at:], pages[known:full])
+            self._known |= dict.fromkeys(run.pages, run)
         return pages, known
+
+    def first_of_run(self, page: int) -> int:
+        """Return the first page of those that became known together with a known page."""
+        return self._known[page].pages[0]
 
     def take(self, count: int) -> list[int]:
         """Return ``count`` pages for one text; so many must be available."""
         assert count <= self.available
         while len(self._free) < count:
             page = next(iter(self._idle))
-            del self._idle[page], self._known[self._names.pop(page)]
+            del self._idle[page]
+            run = self._known.pop(page)
+            last = run.pages.pop()
+            assert last == page, "a page that others follow is given away"
+            if not run.pages:
+                del self._runs[run.key]
             self._free.append(page)
         cut = len(self._free) - count
         pages = self._free[cut:]
@@ -121,7 +150,7 @@ class PagePool:
             self._users[page] -= 1
             assert self._users[page] >= 0, "released twice"
             if not self._users[page]:
-                if page in self._names:
+                if page in self._known:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
@@ -129,7 +158,7 @@ class PagePool:
     def forget(self) -> None:
         """Know no tokens any more: what they computed is out of date."""
         self._free += self._idle
-        self._idle, self._known, self._names = {}, {}, {}
+        self._idle, self._known, self._runs = {}, {}, {}
 
 
 class Prompt(NamedTuple):
@@ -164,7 +193,7 @@ class SlotPages:
         self._own: dict[int, list[int]] = {}  # the pages of a text, by slot
         self._prompts: list[Prompt] = []
         self._copies: list[tuple[int, int]] = []
-        self._rounds: dict[int, int] = {}  # in which a page is computed, of those to compute
+        self._rounds: dict[int, int] = {}  # of pages to compute, by the first one of a run
         self._ends: dict[tuple[int, bytes], int] = {}  # pages with the last tokens of prompts
 
     def __contains__(self, slot: int) -> bool:
@@ -200,8 +229,8 @@ class SlotPages:
             if source != pages[full]:  # an equal prompt, so all full pages are known
                 self._copies.append((source, pages[full]))
                 return
-        number = self._rounds.get(pages[known - 1], -1) + 1 if known else 0
-        self._rounds |= dict.fromkeys(pages[known:full], number)
+        run = self.pool.first_of_run(pages[known - 1]) if known else 0
+        self._rounds[pages[known]] = number = self._rounds.get(run, -1) + 1
         self._prompts.append(Prompt(slot, tokens[known * PAGE :], known * PAGE, number))
 
     def to_compute(self) -> tuple[list[Prompt], list[tuple[int, int]]]:

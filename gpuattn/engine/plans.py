@@ -68,9 +68,9 @@ class Plans:
         if self._invariant or not requests:
             return _grouped(requests, lambda one: self.of_source(one, bos, options, batch_tokens))
         most = self.model.config.max_length
-        room = rounded(max([request.limit for request in requests]), most)
-        source_room = rounded(max([len(request.tokens) for request in requests]) + 1, most)
-        forced = max([len(request.prefix) for request in requests])
+        room = rounded(max([one.limit for one in requests]), most)
+        source_room = rounded(max([len(one.tokens) for one in requests]) + 1, most)
+        forced = max([len(one.prefix) for one in requests])
         plan = self._translation(room, source_room, forced, bos, options, batch_tokens)
         return [(plan, list(requests))]
 

@@ -27,9 +27,10 @@ BURST = 4  # steps between two looks at which requests are over
 BURST_WAITING = 2  # while others wait for slots
 LEAST_SHARE = 6  # requests join when one slot in so many is free
 PATIENCE = 64  # admissions after which a request is before newer ones of one priority more
+ROUND = 1 << 48  # between the ranks of two admissions: more than requests ever come
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """The place of a ``request`` in the queue or in a slot.
 
@@ -44,8 +45,7 @@ class Ticket:
     steps: int
     cost: int
     priority: int
-    rank: tuple[int, int]
-    # the class keeps what all tickets begin with
+    rank: int
     state: str = field(default="waiting", init=False)
     slot: int = field(default=-1, init=False)
     since: int = field(default=0, init=False)
@@ -111,7 +111,7 @@ class Scheduler:
             raise ValueError(problem("Scheduler.add", "cost", cost, accepted))
         if steps < 1:
             raise ValueError(problem("Scheduler.add", "steps", steps, "1 or more"))
-        rank = self._rounds - priority * PATIENCE, next(self._numbers)
+        rank = (self._rounds - priority * PATIENCE) * ROUND + next(self._numbers)
         ticket = Ticket(request, steps, cost, priority, rank)
         self._push(ticket)
         return ticket
@@ -121,8 +121,8 @@ class Scheduler:
         if min(steps, default=1) < 1:
             raise ValueError(problem("Scheduler.extend", "steps", min(steps), "1 or more"))
         numbered = zip(zip(requests, steps, strict=True), self._numbers, strict=False)
-        rounds = self._rounds
-        self._queue += [Ticket(one, most, 1, 0, (rounds, n)) for (one, most), n in numbered]
+        first = self._rounds * ROUND
+        self._queue += [Ticket(one, most, 1, 0, first + n) for (one, most), n in numbered]
         self._queue.sort(key=_rank)
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -219,15 +219,16 @@ class Scheduler:
         if not self.joining():
             return []
         found = []
+        bursts, steps, running = self.bursts, self._steps, self._running
         for ticket, slot in zip(self._queue, self._free, strict=False):
             if self.budget is not None and self._spent + ticket.cost > self.budget:
                 break
             if fits and not fits(ticket, slot):
                 break
             self._spent += ticket.cost
-            ticket.slot, ticket.since = slot, self.bursts
-            ticket.state, ticket.last = "running", self._steps + ticket.steps
-            self._running[slot] = ticket
+            ticket.slot, ticket.since = slot, bursts
+            ticket.state, ticket.last = "running", steps + ticket.steps
+            running[slot] = ticket
             found.append(ticket)
         del self._queue[: len(found)], self._free[: len(found)]
         self._rounds += bool(found)

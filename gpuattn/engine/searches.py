@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
@@ -12,6 +13,8 @@ from gpuattn.runtime.graphs import Replays
 MAX_TOKENS = 1 << 19  # cached tokens, beams x their room, of all searches
 MEMORY_SHARE = 4  # one part in so many of a GPU's memory is for a search, at most: cached tokens,
 # and copies of the weights in the form that its step reads
+
+_address = attrgetter("data.data.ptr")
 
 
 class Searches:
@@ -100,7 +103,7 @@ class Searches:
         """Return the addresses of the Tensors; none on NumPy, where no graph has them."""
         if self._stream is None:
             return ()
-        return [tensor.data.data.ptr for tensor in self._tensors()]
+        return list(map(_address, self._tensors()))
 
     def _used_tokens(self):
         return sum(self._tokens(key) for key, _ in self.used)

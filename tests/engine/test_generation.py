@@ -10,6 +10,7 @@ from gpuattn.decode.greedy import greedy
 from gpuattn.decode.sample import sample
 from gpuattn.engine import Engine
 from gpuattn.engine.generation import Generation
+from gpuattn.engine.inputs import joined
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.llama import Llama, LlamaConfig
 
@@ -135,11 +136,27 @@ def test_settings_out_of_range(model, wrong, said):
         Engine(model).generate(**{"prompts": [[5]], "limits": [BLOCK], "eos": EOS} | wrong)
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 70], ids=str)
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 31, 1 << 70], ids=str)
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
 def test_tokens_that_the_model_lacks(model, token, kind):
     with pytest.raises(IndexError, match=f"a prompt is holding {token}; accepted: 0 <= token"):
         Engine(model).generate([kind([5, 3]), kind([2, token])], limits=[2, 2])
+
+
+@pytest.mark.parametrize("token, error", [
+    (1 << 31, OverflowError), ("a", ValueError), (None, TypeError),
+])  # fmt: skip
+def test_what_is_no_token(token, error):
+    with pytest.raises(error):
+        joined([[1], [2, token]])
+
+
+def test_tokens_of_lists_are_joined():
+    texts = [[5, -(1 << 31)], [], [True, np.int64(7), (1 << 31) - 1]]
+    found = joined(texts)
+    assert found.dtype == np.int32 and found.tolist() == [5, -(1 << 31), 1, 7, (1 << 31) - 1]
+    assert joined([[2.5], [3]]).tolist() == [2, 3] and joined([]).tolist() == []
+    assert joined([[1 << 40]], np.int64).tolist() == [1 << 40]
 
 
 def test_all_tokens_banned_and_no_prompts(model):

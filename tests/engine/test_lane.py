@@ -1,5 +1,6 @@
 """Searches whose slots are refilled give what gpuattn.decode gives, in any company and order."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_translations_with_refill_equal_decode(translator, seed):
     if seed in (1, 2):  # of 0 to 2 tokens
         lengths = [min(r.limit, int(rng.integers(3))) for r in requests]
         forced = [rng.integers(4, VOCAB, n).tolist() for n in lengths]
-        requests = [r._replace(prefix=p) for r, p in zip(requests, forced, strict=True)]
+        requests = [replace(r, prefix=p) for r, p in zip(requests, forced, strict=True)]
     lane = Lane(search, Scheduler(slots), Calls(), behind=behind, at_once=bool(rng.integers(2)))
     late = requests[6:]
     add(lane, requests[:6])
@@ -166,7 +167,7 @@ def test_streamed_greedy_translations(translator):
         search, Scheduler(3), Calls(),
         tell=lambda request, new: parts.setdefault(request.owner, []).append(new),
     )  # fmt: skip
-    requests = [request._replace(limit=20) for request in sources_of(rng, 9)]
+    requests = [replace(request, limit=20) for request in sources_of(rng, 9)]
     add(lane, requests)
     found = run(lane)
     texts = {i: sum(told, []) for i, told in parts.items()}
@@ -213,7 +214,7 @@ def test_buckets_are_few(translator):
     calls, rng = Calls(), np.random.default_rng(0)
     search = search_of(translator, 16, 1, 1, banned=())
     lane = Lane(search, Scheduler(16), calls)
-    add(lane, [request._replace(limit=1 + request.limit % 6) for request in sources_of(rng, 200)])
+    add(lane, [replace(one, limit=1 + one.limit % 6) for one in sources_of(rng, 200)])
     run(lane)
     begins = [shape for name, *shape in calls.calls if name == "begin"]
     assert len(begins) > 20 and len(set(map(tuple, begins))) < 10

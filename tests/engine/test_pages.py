@@ -1,5 +1,7 @@
 """Pages of texts by random operations: nothing lost, nothing twice, bounds kept."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -14,11 +16,14 @@ def check_pool(pool, texts):
     used = set(np.flatnonzero(users).tolist())
     assert len(free) == len(pool._free) and not free & idle and not (free | idle) & used
     assert free | idle | used == set(range(1, pool.count))
-    assert {name: page for page, name in pool._names.items()} == pool._known
-    assert idle <= set(pool._names) and not free & set(pool._names)
-    for page, (before, _) in pool._names.items():
-        assert not before or before in pool._names, "a known page follows one that is not"
-        assert page in idle or before not in idle, "a used page follows one that is idle"
+    assert {page: run for run in pool._runs.values() for page in run.pages} == pool._known
+    assert sum(len(run.pages) for run in pool._runs.values()) == len(pool._known)
+    assert idle <= set(pool._known) and not free & set(pool._known)
+    for (before, first), run in pool._runs.items():
+        assert run.pages and run.tokens.startswith(first)
+        assert not before or before in pool._known, "a known page follows one that is not"
+        for one, page in itertools.pairwise([before, *run.pages]):
+            assert page in idle or one not in idle, "a used page follows one that is idle"
 
 
 @pytest.mark.parametrize("seed", range(20))
