@@ -8,7 +8,7 @@ import pytest
 
 from gpuattn import arrays
 from gpuattn.autodiff import tape
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.impls import choose_backward
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -206,7 +206,7 @@ def check_hopper_compiles(file, shared_bytes, *claims, **constants):
     """
     claims = f"SHARED == {shared_bytes}", *claims
     asserts = "".join(f'static_assert({x}, "the host code assumes this");\n' for x in claims)
-    text = kernels.source_text(file, scalar="bf16", **constants)
+    text = sources.source_text(file, scalar="bf16", **constants)
     compiled.check_front_end(f"{text}\n{asserts}", "sm_90a", file)
     _, log = compiled.machine_code(text, "sm_90a", file)
     assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log

@@ -9,7 +9,7 @@ from checks import DTYPES, check_gradient, check_implementation, dtype_of, imple
 from gpuattn import Tensor, arrays
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
-from gpuattn.cuda import kernels
+from gpuattn.cuda import kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import GradientError
 from gpuattn.ops.loss import launch
@@ -161,11 +161,11 @@ def test_launch_tables():
     for size, (lanes, vectors) in launch.SHORT:
         assert size <= lanes * 16 * vectors
         constants = {"scalar": "bf16", "LANES": lanes, "VECTORS": vectors}
-        assert constants in kernels.variants("loss/cross_entropy_short.cu")
+        assert constants in sources.variants("loss/cross_entropy_short.cu")
     for size, (cluster, block) in launch.LONG:
         file = "loss/cross_entropy_cluster.cu" if cluster > 1 else "loss/cross_entropy.cu"
         constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
-        assert any(form.items() <= constants.items() for form in kernels.variants(file))
+        assert any(form.items() <= constants.items() for form in sources.variants(file))
         size = min(size, 4 * 262144)
         room = (227 << 10) - launch.RESERVED_SHARED  # shared memory of a block on a Hopper GPU
         assert size <= cluster * room, "a row of 262,144 floats is read once"
