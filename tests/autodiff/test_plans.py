@@ -19,7 +19,7 @@ from ops import test_launch_plans as cases
 import gpuattn
 from gpuattn import Tensor, arrays
 from gpuattn import rng as keys
-from gpuattn.autodiff import plans, tape
+from gpuattn.autodiff import backward_pass, plans, tape
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.program import Program, Recorder
 from gpuattn.gemm import cublaslt
@@ -113,11 +113,11 @@ def programs(monkeypatch):
 def no_sums(monkeypatch):
     """Gradients of leaves are not added: what a sum reads is a copy unless a program made it."""
 
-    def accumulate(leaf, grad, fresh, inner=tape._accumulate):
+    def accumulate(leaf, grad, fresh, inner=backward_pass._accumulate):
         leaf.grad = None
         inner(leaf, grad, fresh)
 
-    monkeypatch.setattr(tape, "_accumulate", accumulate)
+    monkeypatch.setattr(backward_pass, "_accumulate", accumulate)
 
 
 @pytest.mark.usefixtures("no_sums")

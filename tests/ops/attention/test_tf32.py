@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpuattn import Tensor, explain, flash_attention
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import backward_pass
 from gpuattn.cuda import kernels, sources
 from gpuattn.ops.attention import ampere
 
@@ -101,7 +101,9 @@ def test_gradients_stay_in_float32(gpu, rng):
         out = flash_attention(*boxes, causal=True, tf32=asked)
         told = explain(flash_attention, *boxes, causal=True, tf32=asked)
         assert not asked or told.chosen == "raw-ampere", str(told)
-        found.append([g.get() for g in tape.gradients([out], [gpu.ones_like(out.data)], boxes)])
+        found.append(
+            [g.get() for g in backward_pass.gradients([out], [gpu.ones_like(out.data)], boxes)]
+        )
     for usual, from_tf32 in zip(*found, strict=True):
         assert from_tf32.dtype == np.float32
         assert 0 < abs(usual - from_tf32).max() <= 2**-8 * abs(usual).max()
