@@ -11,7 +11,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import hopper as linear_hopper
-from gpuattn.ops.linear.bias_activation import activate
+from gpuattn.ops.linear.activations import activate
 from gpuattn.ops.linear.linear import linear
 
 DTYPES = {"f16": np.float16, "bf16": BFLOAT16}
