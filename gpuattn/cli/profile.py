@@ -10,7 +10,7 @@ import click
 from gpuattn.bench.profile import profile
 from gpuattn.cli.bench.table import console, rate, short
 from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, PathName, device_option
-from gpuattn.cli.train import config_option, options_of, preset_option, resolved
+from gpuattn.cli.shared.training import config_option, options_of, preset_option, resolved
 from gpuattn.files import write_text
 from gpuattn.report.page import PROFILE, describe_padding
 from gpuattn.report.plot import import_pyplot
