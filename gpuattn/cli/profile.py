@@ -15,7 +15,8 @@ from gpuattn.files import write_text
 from gpuattn.report.page import PROFILE, describe_padding
 from gpuattn.report.plot import import_pyplot
 from gpuattn.runs.fine_tuning import load_origin
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.registry import task_of
 from gpuattn.units import AUTO
