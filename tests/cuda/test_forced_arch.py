@@ -202,7 +202,7 @@ def test_an_nvrtc_without_the_cards_architecture_says_which_has_it(nvrtc, monkey
 
 
 def test_older_variants_of_a_file_are_its_own():
-    file = "attention/decode_attention.cu"
+    file = "attention/cache/decode_attention.cu"
     older = sources.variants(file, "sm_75")
     assert {constants["scalar"] for constants in older} == {"f16"}
     assert all(constants not in sources.variants(file, "sm_80") for constants in older[:1])

@@ -28,13 +28,13 @@ from gpuattn.runtime.graph_arrays import Ring
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")
 DTYPES = FLOAT32, BFLOAT16
 TENSOR_CORES = {
-    "attention/decode_attention.cu", "attention/flash_attention_short.cu",
+    "attention/cache/decode_attention.cu", "attention/flash_attention_short.cu",
     "attention/flash_attention_forward_ampere.cu", "attention/flash_attention_backward_ampere.cu",
     "attention/flash_attention_backward_ampere_extras.cu",
 }  # fmt: skip
 STATIC_TOO = (  # files with kernels that also declare static shared memory
-    "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
-    "norm/layer_norm_backward.cu", "embedding_backward.cu",
+    "loss/cross_entropy.cu", "attention/cache/decode_attention.cu",
+    "norm/dropout_add_norm_backward.cu", "norm/layer_norm_backward.cu", "embedding_backward.cu",
 )  # fmt: skip
 CLUSTERS = {
     "loss/cross_entropy_cluster.cu", "sampling/sample_tokens_cluster.cu", "softmax_hopper.cu",
