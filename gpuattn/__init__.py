@@ -162,9 +162,9 @@ def load_run(
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
     ConfigError for a run of another task; DeviceMissingError for "cuda" without a GPU.
     """
-    from gpuattn.runs import folder  # imports what training needs
+    from gpuattn.runs import loading  # imports what training needs
 
-    return folder.load_run(path, device=device, dtype=dtype, which=which, task=task)
+    return loading.load_run(path, device=device, dtype=dtype, which=which, task=task)
 
 
 def load_pretrained(

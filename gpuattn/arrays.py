@@ -32,7 +32,7 @@ rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )  # set by ``cuda.kernels.compiling_only``: GPU arrays hold arbitrary values
 recorders: contextvars.ContextVar[Any] = contextvars.ContextVar(
     "gpuattn_recorder", default=None
-)  # the ``cuda.program.Recorder`` of this thread and context, or None
+)  # the ``cuda.recorder.Recorder`` of this thread and context, or None
 
 unplanned: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "gpuattn_unplanned", default=False
@@ -315,7 +315,7 @@ def unrecorded_write() -> None:
     """Say that CuPy writes to an array that was there before: such a call has no program.
 
     To be called beside every such write by an implementation that launches kernels, because a
-    ``cuda.program.Recorder`` cannot see it.
+    ``cuda.recorder.Recorder`` cannot see it.
     """
     if (recorder := recorders.get()) is not None:
         recorder.refused = True

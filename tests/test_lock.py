@@ -17,7 +17,9 @@ from gpuattn import lock
 from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.lock import LOCK, locked
 from gpuattn.report.page import write_page
-from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
+from gpuattn.runs.averaging import average_runs
+from gpuattn.runs.folder import RunFolder, summary
+from gpuattn.runs.loading import load_run
 from gpuattn.train.session import train
 
 HOLDER = """

@@ -28,7 +28,7 @@ from gpuattn.environment import usable_cores  # first: it sets variables that Nu
 import numpy as np
 
 from gpuattn.bench.results import origin
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 
 HERE = Path(__file__).parents[2]
 parser = argparse.ArgumentParser(

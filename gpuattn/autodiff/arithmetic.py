@@ -1,7 +1,7 @@
 """``a + b``, ``a - b`` and ``a * b`` of alike GPU arrays by a kernel of ours.
 
 CuPy computes the same bits, one element a thread: 16,384 x 768 in bfloat16 took 61 us on an H200
-where 75 MB take 18. And a launch of ours is recorded with its call (``cuda.program``), so that
+where 75 MB take 18. And a launch of ours is recorded with its call (``cuda.recorder``), so that
 later calls cost a launch. Device code: ``rawkernels/arithmetic.cu``.
 """
 

@@ -10,7 +10,9 @@ import numpy as np
 from gpuattn import rng
 from gpuattn.arrays import get_xp, is_array, is_floating, to_cpu, zeros
 from gpuattn.autodiff import frozen, tape
+from gpuattn.autodiff.backward_pass import depends, gradients
 from gpuattn.autodiff.numpy.shapes import copy_of
+from gpuattn.autodiff.record import key
 from gpuattn.autodiff.side_stream import wait_for_all
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
@@ -59,7 +61,7 @@ def value_and_grad(fun: Callable, argnums: int | tuple[int, ...] = 0) -> Callabl
         for i in positions:
             args[i] = _map(lambda x: _leaf(x, leaves), args[i])
         outside = _variables.get()
-        token = _variables.set(outside | {tape.key(leaf) for leaf in leaves})
+        token = _variables.set(outside | {key(leaf) for leaf in leaves})
         try:
             with tape.recording(True):
                 value = fun(*args, **kwargs)
@@ -72,9 +74,9 @@ def value_and_grad(fun: Callable, argnums: int | tuple[int, ...] = 0) -> Callabl
         nested = any(leaf.node is not None for leaf in leaves)
         found = [None] * len(leaves)
         if isinstance(value, Tensor) and value.requires_grad:
-            nested = nested or tape.depends(value, outside)
+            nested = nested or depends(value, outside)
             seed = np.ones_like(value.data)
-            found = tape.gradients([value], [seed], leaves, create_graph=nested)
+            found = gradients([value], [seed], leaves, create_graph=nested)
         found = [_zeros(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
         if not nested:
             found = [raw(g) for g in found]
@@ -197,7 +199,7 @@ def checkpoint(fun: Callable, *args: Any) -> Any:
         made = [o if isinstance(o, Tensor) else Tensor(o) for o in again]
         sources = [*boxes, *inputs[len(args) :]]
         targets = [x for x, need in zip(sources, needs, strict=True) if need]
-        found = iter(tape.gradients(made, grads, targets, independent=True))
+        found = iter(gradients(made, grads, targets, independent=True))
         results = [next(found) if need else None for need in needs]
         # None means "written to its slot", which is wrong for an input without a gradient
         return tuple(

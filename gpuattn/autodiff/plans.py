@@ -25,7 +25,8 @@ from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.record import Box, write_constant
 from gpuattn.autodiff.signatures import ALIGNMENT, PLAIN, Caller, Form, Found, Op, Unsigned
 from gpuattn.cuda.generated import Code
-from gpuattn.cuda.program import Program, recorded
+from gpuattn.cuda.program import Program, program_of
+from gpuattn.cuda.recorder import recorded
 from gpuattn.impls import NOT_RAW, Call, Impl
 from gpuattn.typing import Array
 
@@ -140,10 +141,10 @@ class Draft:
             plan = self.plan
             if rule is None and plan.is_direct(out):
                 out, last = plan.last(out)
-                plan.program = recorder.program(out, owned=out, last=last)
+                plan.program = program_of(recorder, out, owned=out, last=last)
                 plan.direct = plan.program.run if plan.program is not None else None
             else:
-                plan.program = recorder.program((out, kept), owned=out)
+                plan.program = program_of(recorder, (out, kept), owned=out)
         if self.plan.draws:  # it may hold an array; each call has its own
             self.plan.params = {**self.plan.params, "key": None}
         self.done = True
@@ -215,7 +216,7 @@ def gradients(
         before = errors.slow_paths
         with recorded(arrays, key) as recorder:
             results = run(None if fold is None else partial(_fold_apart, fold, recorder))
-        program = None if errors.slow_paths > before else recorder.program(results)
+        program = None if errors.slow_paths > before else program_of(recorder, results)
         plan.gradients[signed] = program or NEVER
         return results, frozenset()
     elif known is None:

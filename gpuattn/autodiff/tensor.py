@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import as_array, is_floating, on_gpu, to_cpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import backward_pass
 from gpuattn.autodiff.numpy import (
     composed,
     elementwise,
@@ -15,6 +15,7 @@ from gpuattn.autodiff.numpy import (
     shapes,
 )
 from gpuattn.autodiff.numpy.elementwise import PLAIN, RULES
+from gpuattn.autodiff.record import Box, edit
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.typing import Array, DType
@@ -22,7 +23,7 @@ from gpuattn.typing import Array, DType
 REDUCTIONS = {np.add: "np.sum", np.maximum: "np.max", np.minimum: "np.min"}
 
 
-class Tensor(tape.Box):
+class Tensor(Box):
     """A NumPy or CuPy array whose computations are recorded for gradients.
 
     ``data``: an array (or numbers, for a NumPy one). ``requires_grad``: accumulate ``.grad`` in
@@ -117,7 +118,7 @@ class Tensor(tape.Box):
             grad = np.ones_like(self.data)
         elif raw(grad).shape != self.shape:
             raise GradientError(f"backward: grad has shape {raw(grad).shape}, want {self.shape}")
-        tape.backward(self, grad, retain_graph=retain_graph, create_graph=create_graph)
+        backward_pass.backward(self, grad, retain_graph=retain_graph, create_graph=create_graph)
 
     def detach(self) -> "Tensor":
         """Return a Tensor of the same array that is not recorded."""
@@ -128,7 +129,7 @@ class Tensor(tape.Box):
     def __copy__(self):
         """Return a Tensor that shares the array and the record."""
         other, _ = object.__new__(type(self)), self.version  # which both share from now on
-        for name in tape.Box.__slots__:
+        for name in Box.__slots__:
             if name != "__weakref__":
                 setattr(other, name, getattr(self, name))
         return other
@@ -191,7 +192,7 @@ class Tensor(tape.Box):
                 f"item assignment into a result of {self.node.op} is not recorded; use np.where, "
                 "np.concatenate, or edit a leaf"
             )
-        tape.edit(self, raw(key), raw(value))
+        edit(self, raw(key), raw(value))
 
     def reshape(self, *shape: Any) -> "Tensor":
         given = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape

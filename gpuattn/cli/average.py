@@ -3,7 +3,7 @@
 import click
 
 from gpuattn.cli.shared.options import COUNT, PathName
-from gpuattn.runs.folder import average_runs
+from gpuattn.runs.averaging import average_runs
 
 
 @click.command("average")

@@ -11,7 +11,7 @@ from gpuattn.cli.shared.lines import LineErrors, arriving
 from gpuattn.cli.shared.options import GroupedCommand, PathName, run_argument
 from gpuattn.cli.shared.streams import STANDARD, reading
 from gpuattn.errors import DataError
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks.pretrained import USERS
 
 FILES = 8  # of images that a rank of several classifies at a time

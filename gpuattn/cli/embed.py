@@ -15,7 +15,7 @@ from gpuattn.cli.shared.options import GroupedCommand, NearChoice, PathName, dev
 from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
 from gpuattn.models.bert import POOLS
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 
 LINES = 1024  # read, embedded and written at a time
 

@@ -23,7 +23,7 @@ from gpuattn.runs.evaluation import (
     evaluate_text,
     pairs_for,
 )
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks.labels import Mistake
 from gpuattn.tasks.score import TOKENIZERS
 

@@ -5,7 +5,7 @@ import click
 from gpuattn.cli.shared.options import PathName, run_argument
 from gpuattn.pretrained import save_pretrained
 from gpuattn.pretrained.generation import describe_search
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 
 
 @click.command("export")

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuattn.bench.samples import DTYPES, SAMPLES, sample
 from gpuattn.cli.shared.options import NearChoice
-from gpuattn.cuda import disk_cache, kernels
+from gpuattn.cuda import disk_cache, kernels, sources
 from gpuattn.impls import explain
 from gpuattn.runtime.device import array_module, choose_device
 from gpuattn.units import nearest
@@ -70,9 +70,9 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
 
 def _files(only):
     if only is None:
-        return kernels.files()
-    if only not in kernels.files():
-        advice = nearest(only, kernels.files()) or f"; accepted: {', '.join(kernels.files())}"
+        return sources.files()
+    if only not in sources.files():
+        advice = nearest(only, sources.files()) or f"; accepted: {', '.join(sources.files())}"
         raise click.BadParameter(f"there is no {only!r}{advice}", param_hint="--file")
     return [only]
 
@@ -89,9 +89,9 @@ def _this_gpu():
 
 def _list(files):
     for file in files:
-        first = (kernels.ROOT / file).read_text().splitlines()[0].removeprefix("// ")
-        names = ", ".join(kernels.signatures(file))
-        click.echo(f"{file:52} {len(kernels.variants(file)):3} variants  {names}\n    {first}")
+        first = (sources.ROOT / file).read_text().splitlines()[0].removeprefix("// ")
+        names = ", ".join(sources.signatures(file))
+        click.echo(f"{file:52} {len(sources.variants(file)):3} variants  {names}\n    {first}")
     click.echo(f"cubins are kept in {disk_cache.folder()}")
 
 
@@ -101,12 +101,12 @@ def _warm(files, arch):
         accepted = "sm_70 or newer, such as sm_90a"
         raise click.BadParameter(f"{arch!r}; accepted: {accepted}", param_hint="--arch")
     capability, begin, count = int(arch[3:].rstrip("a")), time.perf_counter(), 0
-    files = [file for file in files if kernels.serves(file, capability)]
-    total = sum(len(kernels.variants(file, arch)) for file in files)
+    files = [file for file in files if sources.serves(file, capability)]
+    total = sum(len(sources.variants(file, arch)) for file in files)
     with click.progressbar(length=total, label=f"compiling for {arch}", file=_stderr()) as bar:
         for file in files:
-            target = kernels.arch_for(file, capability)
-            for constants in kernels.variants(file, arch):
+            target = sources.arch_for(file, capability)
+            for constants in sources.variants(file, arch):
                 kernels.cubin(file, target, **constants)
                 count += 1
                 bar.update(1)

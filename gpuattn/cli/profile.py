@@ -10,12 +10,13 @@ import click
 from gpuattn.bench.profile import profile
 from gpuattn.cli.bench.table import console, rate, short
 from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, PathName, device_option
-from gpuattn.cli.train import config_option, options_of, preset_option, resolved
+from gpuattn.cli.shared.training import config_option, options_of, preset_option, resolved
 from gpuattn.files import write_text
 from gpuattn.report.page import PROFILE, describe_padding
 from gpuattn.report.plot import import_pyplot
 from gpuattn.runs.fine_tuning import load_origin
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.registry import task_of
 from gpuattn.units import AUTO

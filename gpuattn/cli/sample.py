@@ -11,7 +11,7 @@ from gpuattn.cli.shared.options import COUNT, Parsed, PathName, run_argument
 from gpuattn.cli.shared.streams import reading
 from gpuattn.engine import MOST_PROPOSED, Speculation
 from gpuattn.errors import DataError
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks.users.sampler import TEMPERATURE
 from gpuattn.units import number, whole
 

@@ -11,7 +11,7 @@ from gpuattn.cli.shared.lines import LineErrors
 from gpuattn.cli.shared.options import GroupedCommand, PathName, run_argument
 from gpuattn.data.text import read_raw_lines, read_raw_pairs
 from gpuattn.parallel.world import is_first
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 
 TOGETHER = 4096  # lines that are scored together, and then printed
 

@@ -26,7 +26,7 @@ from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.data.text import read_raw_lines
 from gpuattn.errors import DataError
 from gpuattn.parallel.world import is_first
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks.users.translator import Translation
 
 PREFIXES = "the prefix file has {} lines, and the input {}; accepted: a line for each"

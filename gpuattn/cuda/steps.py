@@ -17,6 +17,18 @@ STREAM_WORD = STREAM_AT // WORD
 MAP_BYTES, MOST_MAPS = 128, 64  # of a tensor map; maps that a launch remembers for each array
 
 
+class Text(Code):
+    """The code of a program, which names the arrays of the call that was recorded."""
+
+    def memory(self, array: int) -> str:
+        """Return the name of what keeps the memory of an array alive."""
+        raise NotImplementedError
+
+    def expression(self, value: Any) -> str:
+        """Return the text of what makes ``value`` of the arrays."""
+        raise NotImplementedError
+
+
 class Launch:
     """A launch of a ``kernels.Kernel``, packed as the driver reads it.
 
@@ -155,18 +167,17 @@ class Begin:
 class End:
     """The end of such a block.
 
-    ``arrays``: those that the block touches; ``memory(array)``: the name of what keeps one alive.
-    ``targets``: (which array, offset) of what it writes.
+    ``arrays``: those that the block touches. ``targets``: (which array, offset) of what it writes.
     """
 
-    def __init__(self, arrays: list[int], memory: Callable, targets: list[tuple]) -> None:
-        self.arrays, self.memory, self.targets = arrays, memory, targets
+    def __init__(self, arrays: list[int], targets: list[tuple]) -> None:
+        self.arrays, self.targets = arrays, targets
 
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
 
-    def run(self, code: Code, small: bool) -> None:
-        kept = ", ".join(dict.fromkeys(map(self.memory, self.arrays)))
+    def run(self, code: Text, small: bool) -> None:
+        kept = ", ".join(dict.fromkeys(map(code.memory, self.arrays)))
         written = ", ".join(_address(*target) for target in self.targets)
         code.add(f"stream = side.end([{kept}], {{{written}}})")
 
@@ -175,20 +186,17 @@ class Deferred:
     """What a side stream's owner launches later, together with other such work.
 
     ``side``: as of Begin. ``given``: ``launch``, and how many bytes it reads. ``arguments``: of
-    ``launch``; ``expression(code)``: the text of them. ``target``: (which array, offset).
+    ``launch``. ``target``: (which array, offset).
     """
 
-    def __init__(
-        self, side: Callable, given: tuple, arguments: tuple, expression: Callable, target: tuple
-    ) -> None:
-        self.side, self.given, self.target = side, given, target
-        self.arguments, self.expression = arguments, expression
+    def __init__(self, side: Callable, given: tuple, arguments: tuple, target: tuple) -> None:
+        self.side, self.given, self.arguments, self.target = side, given, arguments, target
 
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
 
-    def run(self, code: Code, small: bool) -> None:
-        (launch, size), given = self.given, self.expression(code)
+    def run(self, code: Text, small: bool) -> None:
+        (launch, size), given = self.given, code.expression(self.arguments)
         launch, size = code.name("launch", launch), code.name("size", size)
         to, side = _address(*self.target), code.name("side", self.side)
         code.add(f"{side}().defer({launch}, {given}, {size}, {to})")
@@ -197,17 +205,17 @@ class Deferred:
 class Offer:
     """A product that the caller may compute in a way of its own, in the middle of the call.
 
-    ``arguments``: what describes the product; ``expression(code)``: the text of it.
+    ``arguments``: what describes the product.
     """
 
-    def __init__(self, arguments: tuple, expression: Callable) -> None:
-        self.arguments, self.expression = arguments, expression
+    def __init__(self, arguments: tuple) -> None:
+        self.arguments = arguments
 
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
 
-    def run(self, code: Code, small: bool) -> None:
-        code.add(f"product = {self.expression(code)}", "taken = fold(product)")
+    def run(self, code: Text, small: bool) -> None:
+        code.add(f"product = {code.expression(self.arguments)}", "taken = fold(product)")
 
 
 def _address(place: int, offset: int) -> str:

@@ -16,7 +16,8 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.cuda.gpu import dotted, gpu
-from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.sources import serves
 from gpuattn.engine.records import Records
 from gpuattn.nn.norm import LayerNorm
 

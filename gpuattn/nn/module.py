@@ -13,8 +13,8 @@ import numpy as np
 
 from gpuattn import rng as random
 from gpuattn.arrays import FLOATS, get_xp, is_floating, to_cpu, to_gpu
-from gpuattn.autodiff import tape
-from gpuattn.autodiff.record import Counted
+from gpuattn.autodiff.record import Counted, edit
+from gpuattn.autodiff.tape import no_grad
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, problem
 from gpuattn.files import write_bytes
@@ -90,7 +90,7 @@ class Module(Counted):
         if training:
             self.eval()
         try:
-            with tape.no_grad():
+            with no_grad():
                 yield
         finally:
             if training:
@@ -205,7 +205,7 @@ class Module(Counted):
             raise CheckpointError(f"load_state: the parameters are of another model: {shown}")
         for path, parameter in parameters.items():
             xp = get_xp(parameter.data)
-            tape.edit(parameter, ..., xp.asarray(arrays[path]))
+            edit(parameter, ..., xp.asarray(arrays[path]))
 
     def summary(self) -> str:
         """Return a table of all Tensors: path, shape, dtype, count, and their sums."""

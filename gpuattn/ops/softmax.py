@@ -19,7 +19,8 @@ from gpuattn.arrays import (
 )
 from gpuattn.autodiff.tape import Box, op, raw
 from gpuattn.cuda.gpu import gpu
-from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal, serves
+from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal
+from gpuattn.cuda.sources import serves
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device

@@ -36,6 +36,13 @@ def joined(children: Any) -> Markup:
     return Markup("".join(parts))
 
 
+def picture(width: float, height: float, drawn: Any, alt: str | None = None) -> Markup:
+    """Return an SVG of what is drawn. ``alt``: what it shows, for readers who do not see it."""
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return tag("svg", drawn, viewBox=box, width=round(width), height=round(height), role="img",
+               aria_label=alt)  # fmt: skip
+
+
 def _text(value):
     """Return a value as text, without what neither HTML nor SVG may hold."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -16,7 +16,8 @@ from gpuattn.report import svg
 from gpuattn.report.markup import tag
 from gpuattn.report.plot import attention_of
 from gpuattn.report.style import document
-from gpuattn.runs.folder import RunFolder, load_run, summary
+from gpuattn.runs.folder import RunFolder, summary
+from gpuattn.runs.loading import load_run
 from gpuattn.runs.metrics import describe, loss_names, round_times
 from gpuattn.tasks.registry import task_of
 from gpuattn.typing import StrPath

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.errors import CheckpointError, ConfigError, UnsupportedError
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.runs.metrics import loss_names, round_times
 from gpuattn.tasks.corpus import held_out
 from gpuattn.tasks.registry import task_of

@@ -5,17 +5,17 @@ Colors are the page's CSS variables, which follow the reader's light or dark the
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from gpuattn.report.markup import Markup, tag
-from gpuattn.units import prefixed, round_step, with_unit
+from gpuattn.report.axes import Axis, Box, chart
+from gpuattn.report.markup import Markup, picture, tag
+from gpuattn.units import with_unit
 
 POINTS = 300  # of a curve, at most: more are averaged
 MARKED_POINTS = 40  # a curve with fewer points has a mark at each
 LOOKS = 6  # of curves, .s0 to .s5 of ``style``; more curves repeat them
-TICKS = 6  # of an axis, about
 LETTER = 6.4  # width of a letter, about
 LABEL_MOVES = 36  # of half a line, at most
 ROW = 36  # height of a bar with its name
@@ -23,19 +23,8 @@ WORD = 16  # letters of a word beside a map, at most
 DIRECTIONS = ("forward", "backward", "update")  # of ops, in the order of the colors
 
 
-class _Box(NamedTuple):
-    """The size of a chart, and how far its axes stay from each edge."""
-
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
-
-
-CURVES = _Box(440, 260, 56, 14, 46, 38)
-ROOFLINE = _Box(1080, 460, 64, 20, 34, 42)
+CURVES = Box(440, 260, 56, 14, 46, 38)
+ROOFLINE = Box(1080, 460, 64, 20, 34, 42)
 STRIP = 310  # of the roofline, for ops without FLOPs
 
 
@@ -69,8 +58,8 @@ def curves(
     least = [] if log_x else [0]
     heights = [*span, *(y for _, y in every), *(y for _, y, _ in points), *(y for y, _ in levels)]
     ends = [*least, *(x for x, _ in every), *(x for x, *_ in points)]
-    across = _Axis(ends, box.left, box.width - box.right, log_x)
-    up = _Axis(heights, box.height - box.bottom, box.top, log)
+    across = Axis(ends, box.left, box.width - box.right, log_x)
+    up = Axis(heights, box.height - box.bottom, box.top, log)
     drawn = [_level(box, up(y), text) for y, text in levels]
     drawn += [_reference(box, across(x), up(y), text) for x, y, text in points]
     names, x, line_y = [], float(box.left), 8
@@ -94,7 +83,14 @@ def curves(
     times = [(x, text) for x, text in times if x <= across.most]
     if unit:
         drawn.append(tag("text", unit, x=2, y=box.top - 6, class_="dim"))
-    return _chart(box, across, up, label, [drawn, names], times, alt=alt)
+    return chart(box, across, up, label, [drawn, names], times, alt=alt)
+
+
+def _thinned(points):
+    """Return at most POINTS points, means of neighbours."""
+    size = -(-len(points) // POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [tuple(sum(axis) / len(part) for axis in zip(*part, strict=True)) for part in parts]
 
 
 def _named(label, value):
@@ -131,15 +127,15 @@ def bars(counts: Sequence[tuple[float, float, int]], label: str) -> Markup | Non
         return None
     box = CURVES
     ends = [(max(low, high / 2, 0.5), max(high, 1)) for low, high, _ in counts]
-    across = _Axis([x for both in ends for x in both], box.left, box.width - box.right, log=True)
-    up = _Axis([0, *(count for *_, count in counts)], box.height - box.bottom, box.top)
+    across = Axis([x for both in ends for x in both], box.left, box.width - box.right, log=True)
+    up = Axis([0, *(count for *_, count in counts)], box.height - box.bottom, box.top)
     drawn = [
         tag("rect", tag("title", f"{count:,} of {low + 1:,} to {high:,} {label}"),
             x=across(begin), y=up(count), width=across(end) - across(begin),
             height=up(0) - up(count), class_="cell")
         for (begin, end), (low, high, count) in zip(ends, counts, strict=True)
     ]  # fmt: skip
-    return _chart(box, across, up, label, drawn)
+    return chart(box, across, up, label, drawn)
 
 
 def named_bars(
@@ -162,7 +158,7 @@ def named_bars(
                 class_="ref" if name in grey else "cell"),
             tag("text", text, x=width + 8, y=y + 28),
         ]  # fmt: skip
-    return _svg(CURVES.width, ROW * len(rows) + 4, drawn, alt)
+    return picture(CURVES.width, ROW * len(rows) + 4, drawn, alt)
 
 
 # ---- roofline -----------------------------------------------------------------------------------
@@ -183,9 +179,9 @@ def roofline(
     ridge, box = peak / copy, ROOFLINE
     intensities = [row["flops"] / row["bytes"] for row in rows if row["flops"]]
     least, most = min([ridge, *intensities]) / 3, 4 * max([ridge, *intensities])
-    across = _Axis([least, most], box.left + STRIP, box.width - box.right, log=True)
+    across = Axis([least, most], box.left + STRIP, box.width - box.right, log=True)
     heights = [max(row["flops"], least * row["bytes"]) / row["us"] * 1e6 for row in rows]
-    up = _Axis([min(heights) / 6, peak * 1.6], box.height - box.bottom, box.top, log=True)
+    up = Axis([min(heights) / 6, peak * 1.6], box.height - box.bottom, box.top, log=True)
     begin, right, floor = box.left + STRIP, across(most), least * copy
     roof = [(box.left, up(floor)), (begin, up(floor)), (across(ridge), up(peak)), (right, up(peak))]
     drawn = [
@@ -214,7 +210,7 @@ def roofline(
          tag("text", name, x=box.left + 90 * i + 14, y=12, class_=f"s{i}")]
         for i, name in enumerate(DIRECTIONS)
     ]  # fmt: skip
-    return _chart(box, across, up, "FLOPs per byte moved", [drawn, names], unit="FLOP/s")
+    return chart(box, across, up, "FLOPs per byte moved", [drawn, names], unit="FLOP/s")
 
 
 def _named_dot(row, dot, label):
@@ -326,94 +322,13 @@ def heat_map(
         x, y = left + side * (j + 0.6), top - 4
         turn = f"rotate(-40 {x:.1f} {y:.1f})"
         drawn.append(_word(word, x=x, y=y, class_="column", transform=turn, **look))
-    return _figure(title, _svg(width, height, drawn, alt))
+    return _figure(title, picture(width, height, drawn, alt))
 
 
-def titled(title: str, chart: Any) -> Markup | None:
+def titled(title: str, drawn: Any) -> Markup | None:
     """Return a chart below its title, or None without a chart."""
-    return None if chart is None else _figure(title, chart)
+    return None if drawn is None else _figure(title, drawn)
 
 
 def _figure(title, drawn):
     return tag("figure", tag("figcaption", title), drawn)
-
-
-def _svg(width, height, drawn, alt=None):
-    box = f"0 0 {width:.0f} {height:.0f}"
-    return tag("svg", drawn, viewBox=box, width=round(width), height=round(height), role="img",
-               aria_label=alt)  # fmt: skip
-
-
-# ---- axes ---------------------------------------------------------------------------------------
-
-
-def _chart(box, across, up, label, drawn, above=(), unit=None, alt=None):
-    """Return axes with what is drawn between them.
-
-    ``above``: [(value, text)] of a second axis at the top. ``unit`` of the upward axis, where no
-    title names it.
-    """
-    low, high, end = box.height - box.bottom, box.top, box.width - box.right
-    parts = []
-    for value, text in up.ticks():
-        y = up(value)
-        parts.append(tag("line", x1=box.left, x2=end, y1=y, y2=y, class_="grid"))
-        parts.append(tag("text", text, x=box.left - 6, y=y + 4, class_="up"))
-    for value, text in across.ticks():
-        x = across(value)
-        parts.append(tag("line", x1=x, x2=x, y1=high, y2=low, class_="grid"))
-        parts.append(tag("text", text, x=x, y=low + 16, class_="across"))
-    for value, text in above:
-        x = across(value)
-        parts.append(tag("line", x1=x, x2=x, y1=high - 4, y2=high, class_="tick"))
-        parts.append(tag("text", text, x=x, y=high - 8, class_="across dim"))
-    parts.append(tag("text", label, x=(across.begin + end) / 2, y=box.height - 5, class_="across"))
-    if unit:
-        parts.append(tag("text", unit, x=box.left - 6, y=high - 4, class_="up"))
-    return _svg(box.width, box.height, [parts, drawn], alt)
-
-
-class _Axis:
-    """Maps values to coordinates from ``begin`` to ``end``."""
-
-    def __init__(self, values, begin, end, log=False):
-        self.log, self.begin, self.end = log, begin, end
-        low, high = (math.log10(v) if log else v for v in (min(values), max(values)))
-        room = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
-        self.low = low if low == 0 and not log else low - room
-        self.high = high + room
-        self.most = max(values)
-
-    def __call__(self, value):
-        value = math.log10(value) if self.log else value
-        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
-
-    def ticks(self):
-        """Return [(value, text)] at round numbers."""
-        if not self.log:
-            step = round_step((self.high - self.low) / TICKS)
-            first = math.ceil(self.low / step)
-            values = [n * step for n in range(first, math.floor(self.high / step) + 1)]
-        else:
-            whole = range(math.floor(self.low), math.ceil(self.high) + 1)
-            many = self.high - self.low > 2.5
-            every = max(1, round((self.high - self.low) / TICKS))
-            values = [
-                lead * 10.0**n
-                for n in whole
-                for lead in ((1,) if many else (1, 2, 5))
-                if n % every == 0 and self.low <= math.log10(lead) + n <= self.high
-            ]
-        return [(value, _short(value)) for value in values]
-
-
-def _short(value):
-    value, prefix = prefixed(value)
-    return f"{value:.4g}{prefix}"
-
-
-def _thinned(points):
-    """Return at most POINTS points, means of neighbours."""
-    size = -(-len(points) // POINTS)
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return [tuple(sum(axis) / len(part) for axis in zip(*part, strict=True)) for part in parts]

@@ -11,23 +11,19 @@ import math
 import shlex
 import shutil
 import tomllib
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuattn.arrays import to_gpu
 from gpuattn.data.tokenizer import tokenizer_from_bytes
-from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
+from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.files import write_text
 from gpuattn.lock import LOCK, locked
 from gpuattn.models.kinds import new_model
 from gpuattn.nn.module import uninitialised
 from gpuattn.optim.averaging import average_tensors
-from gpuattn.pretrained.files import is_pretrained
 from gpuattn.pretrained.folder import tokenizer_of
 from gpuattn.pretrained.origin import model_of, write_origin
-from gpuattn.pretrained.tokens import files_of
 from gpuattn.runs.config import (
     TrainConfig,
     differences,
@@ -39,11 +35,6 @@ from gpuattn.runs.config import (
 )
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
-from gpuattn.runtime.cold_start import start_libraries
-from gpuattn.runtime.device import choose_device
-from gpuattn.runtime.precision import has_fast_bfloat16, warn_slow_bfloat16
-from gpuattn.runtime.workspace import DTYPES
-from gpuattn.tasks.pretrained import load_user
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
 from gpuattn.tensor_file import digest
@@ -59,7 +50,6 @@ MODEL_OPTIONS = (
     "model", "tokenizer", "dim", "heads", "kv_heads", "layers", "ffn", "bias", "norm",
     "positions", "activation", "pad_vocab", "block", "max_len", "image_size", "patch", "channels",
 )  # fmt: skip
-LOAD_DTYPES = ("auto", "float32", "bfloat16", "float16")
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
 
@@ -309,55 +299,6 @@ def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
     return f"the {which} weights of {path}{update}{new}", digest(weights)
 
 
-def load_run(
-    path: StrPath, *, device: str = "auto", dtype: str = "auto", which: str = "best",
-    task: str | None = None,
-) -> Any:  # fmt: skip
-    """Return the Translator, Sampler or Embedder of a folder: see ``gpuattn.load_run``."""
-    if is_pretrained(path):
-        return load_user(path, device=device, dtype=dtype, task=task)
-    folder = RunFolder(path)
-    config = folder.config()
-    kind = task_of(config)
-    if task not in (None, kind.name, kind.new_user.task):
-        raise ConfigError(
-            f"{path} is a run of --model {config.model}, to be used by: "
-            f"{kind.command} {shlex.quote(str(path))}"
-        )
-    device, _ = choose_device(device)
-    chosen = _dtype(dtype, device)
-    if device == "cuda":
-        start_libraries(chosen)
-    tokenizer = folder.tokenizer()
-    model = folder.new_model(config, tokenizer).eval()
-    if which == "best" and not checkpoint.exists(folder.path, "best"):
-        which = "last"
-    weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
-    model.load_state(weights)
-    if device == "cuda":
-        for parameter in model.parameters():
-            parameter.data = to_gpu(parameter.data).astype(chosen, copy=False)
-    return kind.new_user(config, model, tokenizer, metadata)
-
-
-def _dtype(name, device):
-    """Return the dtype that a run is loaded in: by "auto" bfloat16, before 8.0 float16.
-
-    NumPy always computes in float32, and warns where 16 bits are asked for.
-    """
-    if name not in LOAD_DTYPES:
-        raise ConfigError(problem("load_run", "dtype", repr(name), ", ".join(LOAD_DTYPES)))
-    if device == "numpy":
-        if name in ("bfloat16", "float16"):
-            text = f"dtype {name} needs a GPU; on NumPy everything is computed in float32"
-            warnings.warn(text, stacklevel=3)
-        return DTYPES["float32"]
-    fast = has_fast_bfloat16()
-    if name == "bfloat16" and not fast:
-        warn_slow_bfloat16()
-    return DTYPES[("bfloat16" if fast else "float16") if name == "auto" else name]
-
-
 def summary(path: StrPath) -> dict[str, Any]:
     """Return a description of a run that JSON can hold: options, sizes, updates, best row of
     metrics.
@@ -400,44 +341,3 @@ def _count_parameters(folder, config, tokenizer):
         if shapes:
             return sum(map(math.prod, shapes.values()))
     return sum(parameter.size for parameter in folder.new_model(config, tokenizer).parameters())
-
-
-def average_runs(paths: Sequence[StrPath], out: StrPath, last: int | None = None) -> int:
-    """Write the mean of weights as a new run folder; return how many were averaged.
-
-    ``paths``: folders of runs of one model, whose best weights count; or one folder, whose
-    checkpoints kept for averaging count, all or the ``last`` ones. Raises CheckpointError when they
-    do not fit together, ConfigError when there is nothing to average or ``out`` is taken.
-    """
-    runs, new = [RunFolder(path) for path in paths], RunFolder(out)
-    with new.lock():
-        if new.exists():
-            raise ConfigError(f"{out} is a run already. Choose another --out")
-        return _write_mean(runs, new, last)
-
-
-def _write_mean(runs, new, last):
-    config, tokenizer = runs[0].config(), runs[0].tokenizer()
-    for run in runs[1:]:
-        other = run.tokenizer()
-        if files_of(other) != files_of(tokenizer):
-            raise CheckpointError(f"{run.path} and {runs[0].path} have different tokenizers")
-        if getattr(other, "names", ()) != getattr(tokenizer, "names", ()):
-            raise CheckpointError(f"{run.path} and {runs[0].path} have different classes")
-    model = runs[0].new_model(config, tokenizer)
-    expected = dict(model.named_parameters())
-    if len(runs) == 1:
-        count = len(runs[0].snapshots()[-(last or 0) :])
-        if count == 0:
-            raise ConfigError(
-                f"{runs[0].path} has kept no checkpoints. Train with --average N, "
-                "or name several runs"
-            )
-        weights = runs[0].average_snapshots(count)
-    else:
-        count = len(runs)
-        weights = average_tensors(checkpoint.load(run.path, "best", expected)[0] for run in runs)
-    new.create(config, {}, tokenizer, model=model)
-    checkpoint.save(new.path, "best", weights, {"averaged": count})
-    new.metrics.add("averaged", update=0, count=count)
-    return count

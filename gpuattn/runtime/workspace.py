@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, is_array, is_floating, to_cpu, to_gpu
-from gpuattn.autodiff import side_stream, tape
+from gpuattn.autodiff import backward_pass, side_stream
+from gpuattn.autodiff.record import edit
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, GradientError, problem
 from gpuattn.nn.module import Module
@@ -168,7 +169,7 @@ class Workspace:
         grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
         with side_stream.enabled(self.grads):
             if full is None:
-                tape.backward(loss, grad)
+                backward_pass.backward(loss, grad)
                 return
             members = self._members()
 
@@ -176,7 +177,7 @@ class Workspace:
                 full(i, side_stream.pending(members[i].values()))
 
             arrivals = Arrivals(members, tell)
-            tape.backward(loss, grad, on_ready=lambda tensor: arrivals.final(id(tensor)))
+            backward_pass.backward(loss, grad, on_ready=lambda tensor: arrivals.final(id(tensor)))
             for name in self.finish():
                 self.tensors[name].grad_started = True
             arrivals.end()
@@ -290,7 +291,7 @@ class Workspace:
         for name, value in values.items():
             self.frozen[name] = np.array(to_cpu(value))
             there = get_xp(self.params).asarray(self.frozen[name])
-            tape.edit(self._tensors[name], ..., there)
+            edit(self._tensors[name], ..., there)
 
 
 def _module(device):

@@ -4,7 +4,7 @@
 
 // Waits until the previous kernels have ended and their writes are visible. No memory may be accessed before it: previous
 // kernels may still write any input, and may still read what this kernel overwrites. The exceptions are
-// linear/row_linear.cu, which loads weights that do not change within steps, and modes of attention/step_attention.cu. Inputs of such a kernel are not
+// linear/row_linear.cu, which loads weights that do not change within steps, and modes of attention/cache/step_attention.cu. Inputs of such a kernel are not
 // `const __restrict__` and are not read by __ldg: ptxas moves those loads (ld.global.nc) above the wait.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900

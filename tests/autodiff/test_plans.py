@@ -19,9 +19,9 @@ from ops import test_launch_plans as cases
 import gpuattn
 from gpuattn import Tensor, arrays
 from gpuattn import rng as keys
-from gpuattn.autodiff import plans, tape
+from gpuattn.autodiff import backward_pass, plans, tape
 from gpuattn.cuda.kernels import kernel
-from gpuattn.cuda.program import Program, Recorder
+from gpuattn.cuda.program import Program
 from gpuattn.gemm import cublaslt
 from gpuattn.impls import Call, Impl, Impls
 
@@ -113,11 +113,11 @@ def programs(monkeypatch):
 def no_sums(monkeypatch):
     """Gradients of leaves are not added: what a sum reads is a copy unless a program made it."""
 
-    def accumulate(leaf, grad, fresh, inner=tape._accumulate):
+    def accumulate(leaf, grad, fresh, inner=backward_pass._accumulate):
         leaf.grad = None
         inner(leaf, grad, fresh)
 
-    monkeypatch.setattr(tape, "_accumulate", accumulate)
+    monkeypatch.setattr(backward_pass, "_accumulate", accumulate)
 
 
 @pytest.mark.usefixtures("no_sums")
@@ -134,13 +134,13 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
         def matmul(self, *values):
             products.append(tuple(int(v) for i, v in enumerate(values) if i in (3, 5, 8, 10)))
 
-    def program(self, result, owned=None, last=None, inner=Recorder.program):
-        made = inner(self, result, owned, last)
+    def program_of(*args, inner=plans.program_of, **kwargs):
+        made = inner(*args, **kwargs)
         assert made is None or not touched
         touched.clear()
         return made
 
-    monkeypatch.setattr(Recorder, "program", program)
+    monkeypatch.setattr(plans, "program_of", program_of)
     some = [
         (cases.rows, 384), (cases.rows, 1000), (cases.rows, 8192), (cases.table, 64),
         (cases.logits, 1000), (cases.logits, 50000), (cases.attention, 64), (cases.attention, 128),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gpuattn.report.plot import attention_of
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 
 
 def test_three_pictures(call, trained, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuattn.autodiff.tape import raw
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 
 from .conftest import invoke
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpuattn.errors import DataError
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks.corpus import held_out
 
 
@@ -102,9 +102,9 @@ def test_one_dtype_on_numpy(call, trained, tmp_path):
 
 def test_on_a_gpu_a_run_is_loaded_in_bfloat16(trained, translator, monkeypatch):
     """Arrays stay on NumPy here, which computes with 16 bits as a GPU does, more slowly."""
-    monkeypatch.setattr("gpuattn.runs.folder.choose_device", lambda _: ("cuda", ""))
-    monkeypatch.setattr("gpuattn.runs.folder.to_gpu", lambda array: array)
-    monkeypatch.setattr("gpuattn.runs.folder.start_libraries", lambda dtype: None)
+    monkeypatch.setattr("gpuattn.runs.loading.choose_device", lambda _: ("cuda", ""))
+    monkeypatch.setattr("gpuattn.runs.loading.to_gpu", lambda array: array)
+    monkeypatch.setattr("gpuattn.runs.loading.start_libraries", lambda dtype: None)
     pairs = [("red cat", "RED CAT"), ("old house", "OLD HOUSE")]
     exact = [one.score for one in translator.score(pairs)]
     for dtype, wanted in (("auto", "bfloat16"), ("bfloat16",) * 2, ("float32",) * 2):

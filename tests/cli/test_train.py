@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gpuattn.cli.train import HELP
+from gpuattn.cli.shared.training import HELP
 from gpuattn.runs.config import OPTIONS, option_key
 from gpuattn.runs.folder import RunFolder
 from gpuattn.runtime import checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 import gpuattn
 from gpuattn.errors import CheckpointError, ConfigError
-from gpuattn.runs.folder import load_run
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime import checkpoint
 from gpuattn.tasks.users.translator import Translator
 

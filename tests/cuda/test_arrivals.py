@@ -9,7 +9,7 @@ import arrivals
 import compiled
 import pytest
 
-from gpuattn.cuda import compiler, kernels
+from gpuattn.cuda import compiler, sources
 
 FORWARD = "attention/flash_attention_forward_hopper.cu"
 BACKWARD = "attention/flash_attention_backward_hopper.cu"
@@ -53,7 +53,7 @@ def test_what_is_loaded_is_there_before_its_memory_is_free(
 
 
 @pytest.mark.background(run=compiled.hopper_instructions)
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_the_files_with_arrivals_are_known(nvrtc, nvdisasm, file, result_of_background):
     found = any(arrivals.of(code)[0] for code in result_of_background().values())
     assert found == (file in ARRIVING)
@@ -67,15 +67,15 @@ def test_without_the_protection_loads_are_overtaken(
     nvrtc, nvdisasm, tmp_path, monkeypatch, there, files, wanted
 ):
     file, instead = PROTECTIONS[there]
-    shutil.copytree(kernels.ROOT, tmp_path / "rawkernels")
-    text = (kernels.ROOT / file).read_text()
+    shutil.copytree(sources.ROOT, tmp_path / "rawkernels")
+    text = (sources.ROOT / file).read_text()
     assert text.count(there) == 1
     (tmp_path / "rawkernels" / file).write_text(text.replace(there, instead))
-    monkeypatch.setattr(kernels, "ROOT", tmp_path / "rawkernels")
+    monkeypatch.setattr(sources, "ROOT", tmp_path / "rawkernels")
     monkeypatch.setattr(compiler, "ROOT", tmp_path / "rawkernels")
-    monkeypatch.setattr(kernels, "_headers_digest", kernels._headers_digest.__wrapped__)
+    monkeypatch.setattr(sources, "_headers_digest", sources._headers_digest.__wrapped__)
     for file in files:
-        variant = next(c for c in kernels.variants(file) if wanted.items() <= c.items())
+        variant = next(c for c in sources.variants(file) if wanted.items() <= c.items())
         ((_, overtaken),) = arrivals.of_variant(file, "sm_90a", variant).values()
         assert overtaken, file
 

@@ -13,7 +13,7 @@ from gpuattn.autodiff.arithmetic import by_kernel
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
-from gpuattn.cuda import compiler, driver_launch, kernels
+from gpuattn.cuda import compiler, driver_launch, kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.engine.row_step import row_embedding, row_linear
 from gpuattn.ops.attention import hopper_head
@@ -393,7 +393,7 @@ def test_no_kernel_reads_too_early(gpu, late, inputs):
     assert not wrong
     ran = set(kernels.launches - launches)
     assert {"column_sum", "column_sums"} <= ran
-    dependent = set().union(*map(kernels.dependent_kernels, kernels.files()))
+    dependent = set().union(*map(sources.dependent_kernels, sources.files()))
     assert dependent <= ran, "dependent kernels without a call in CALLS"
 
 

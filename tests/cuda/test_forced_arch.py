@@ -14,7 +14,7 @@ from gpuattn.arrays import BFLOAT16, without_plans
 from gpuattn.bench import doctor
 from gpuattn.cli.main import main
 from gpuattn.cuda import gpu as module
-from gpuattn.cuda import kernels
+from gpuattn.cuda import kernels, sources
 from gpuattn.cuda.compiler import architecture, compile_text
 from gpuattn.cuda.gpu import LIMITS, gpu, kernels_refusal, tensor_core_refusal
 from gpuattn.errors import ConfigError, HardwareRefusal, KernelCompileError, UnsupportedError
@@ -95,10 +95,10 @@ def test_a_later_capability_than_the_cards_is_refused(card):
 
 
 def test_kernels_are_compiled_to_ptx_of_it(nvrtc):
-    assert kernels.arch_for("update/sgd.cu", 75, forced=True) == "compute_75"
-    assert kernels.arch_for("update/sgd.cu", 75) == "sm_75"
+    assert sources.arch_for("update/sgd.cu", 75, forced=True) == "compute_75"
+    assert sources.arch_for("update/sgd.cu", 75) == "sm_75"
     hopper = "attention/flash_attention_forward_hopper.cu"
-    assert kernels.arch_for(hopper, 90, forced=True) == "compute_90a"
+    assert sources.arch_for(hopper, 90, forced=True) == "compute_90a"
     text = 'extern "C" __global__ void f(int* x) { x[0] = __CUDA_ARCH__; }'
     code, _ = compile_text(text, "compute_75", "f.cu")
     assert b".target sm_75" in code and b"750" in code and code.endswith(b"\0")
@@ -202,9 +202,9 @@ def test_an_nvrtc_without_the_cards_architecture_says_which_has_it(nvrtc, monkey
 
 
 def test_older_variants_of_a_file_are_its_own():
-    file = "attention/decode_attention.cu"
-    older = kernels.variants(file, "sm_75")
+    file = "attention/cache/decode_attention.cu"
+    older = sources.variants(file, "sm_75")
     assert {constants["scalar"] for constants in older} == {"f16"}
-    assert all(constants not in kernels.variants(file, "sm_80") for constants in older[:1])
-    assert len(kernels.variants(file)) == len(older) + len(kernels.variants(file, "sm_90"))
-    assert kernels.variants("dropout.cu", "sm_75") == kernels.variants("dropout.cu", "sm_80")
+    assert all(constants not in sources.variants(file, "sm_80") for constants in older[:1])
+    assert len(sources.variants(file)) == len(older) + len(sources.variants(file, "sm_90"))
+    assert sources.variants("dropout.cu", "sm_75") == sources.variants("dropout.cu", "sm_80")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_gpu import GPUS
 
-from gpuattn.cuda import compiler, disk_cache, kernels
+from gpuattn.cuda import compiler, disk_cache, kernels, sources
 from gpuattn.errors import KernelCompileError
 
 REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
@@ -48,8 +48,8 @@ SPILLED = {
         "sm_75": 20, "sm_80": 20, "sm_90": 20, "sm_100": 20, "sm_103": 20, "sm_120": 4,
         "sm_121": 4,
     },
-    "attention/decode_attention.cu": {"sm_75": 12, "sm_120": 4, "sm_121": 4},
-    "attention/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 60},
+    "attention/cache/decode_attention.cu": {"sm_75": 12, "sm_120": 4, "sm_121": 4},
+    "attention/cache/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 60},
     "decoder/decoder_step.cu": {"sm_90a": 64},
 }  # fmt: skip
 """Bytes that a thread may spill, by architecture: at head size 128, dropout's random words need
@@ -75,27 +75,27 @@ def test_compiles_without_spills(nvrtc, file, arch, constants, result_of_backgro
 
 
 @pytest.mark.background(run=compiled.check_variants)
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_the_front_end_accepts_every_variant(nvrtc, file, result_of_background):
     result_of_background()
 
 
 def test_the_default_tier_compiles_every_file_and_for_every_architecture():
     chosen = [(file, arch) for file, arch, _, default in compiled.cases() if default]
-    for file in kernels.files():
-        made_for, listed = compiled.main_architecture(file), kernels.architectures(file)
-        variants = len(kernels.variants(file, made_for))
+    for file in sources.files():
+        made_for, listed = compiled.main_architecture(file), sources.architectures(file)
+        variants = len(sources.variants(file, made_for))
         assert min(2, variants) <= chosen.count((file, made_for)) <= compiled.MOST
         assert all(arch not in listed or (file, arch) in chosen for arch in ("sm_75", "sm_90"))
     assert all(sum(arch == other for _, arch in chosen) >= 5 for other in compiled.OTHERS)
 
 
 @pytest.mark.background(run=compiled.hopper_instructions)
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_background):
     """Checks machine code, because a float literal without f makes a kernel 30 times slower."""
     code = result_of_background()
-    assert set(code) == set(kernels.signatures(file))
+    assert set(code) == set(sources.signatures(file))
     for name, instructions in code.items():
         text = "\n".join(instructions)
         assert "EXIT" in text
@@ -103,12 +103,12 @@ def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_backg
 
 
 @pytest.mark.background(run=compiled.hopper_instructions)
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_dependent_kernels_wait_before_anything_else(nvrtc, nvdisasm, file, result_of_background):
     """Every dependent kernel waits before memory accesses in machine code; no other one waits."""
     for name, instructions in result_of_background().items():
         waits = [text for text in instructions if "ACQBULK" in text]
-        if name in kernels.dependent_kernels(file):
+        if name in sources.dependent_kernels(file):
             early = name in AHEAD
             assert waits if early else waits == ["ACQBULK"], name
             assert early or not harm_before_wait(instructions), name
@@ -131,13 +131,13 @@ def test_only_a_first_statement_counts():
     assert [waits_first(text, name) for name in ("first", "later")] == [True, False]
 
 
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_the_header_lists_the_kernels_whose_first_statement_waits(file):
-    text = (kernels.ROOT / file).read_text()
-    waiting = {name for name in kernels.signatures(file) if waits_first(text, name)}
-    ahead = AHEAD.keys() & set(kernels.signatures(file))
-    assert kernels.dependent_kernels(file) == waiting | ahead
-    calls = kernels._without_comments(file).count("grid_dependency_wait()")
+    text = (sources.ROOT / file).read_text()
+    waiting = {name for name in sources.signatures(file) if waits_first(text, name)}
+    ahead = AHEAD.keys() & set(sources.signatures(file))
+    assert sources.dependent_kernels(file) == waiting | ahead
+    calls = sources._without_comments(file).count("grid_dependency_wait()")
     wanted = len(waiting) + sum(AHEAD[name] for name in ahead)
     assert calls == wanted, "a wait that is not a kernel's first statement"
 
@@ -145,18 +145,18 @@ def test_the_header_lists_the_kernels_whose_first_statement_waits(file):
 def test_dependent_kernels_are_read_from_the_launch_lines_alone(tmp_path, monkeypatch):
     (tmp_path / "one.cu").write_text("// Launch: grid\n//    dependent: a, b\n// Arch: sm_80\n")
     (tmp_path / "none.cu").write_text("// Launch: grid\n// Arch: sm_80\n//   dependent: a\n")
-    monkeypatch.setattr(kernels, "ROOT", tmp_path)
-    assert kernels.dependent_kernels("one.cu") == {"a", "b"}
-    assert kernels.dependent_kernels("none.cu") == frozenset()
-    kernels.dependent_kernels.cache_clear()
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    assert sources.dependent_kernels("one.cu") == {"a", "b"}
+    assert sources.dependent_kernels("none.cu") == frozenset()
+    sources.dependent_kernels.cache_clear()
 
 
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_dependent_kernels_have_no_constant_input(file):
     """In some variants, ptxas moves loads through const __restrict__ above the wait."""
-    text = kernels._without_comments(file)
-    for name, parameters in kernels.SIGNATURE.findall(text):
-        if name in kernels.dependent_kernels(file):
+    text = sources._without_comments(file)
+    for name, parameters in sources.SIGNATURE.findall(text):
+        if name in sources.dependent_kernels(file):
             assert not re.findall(r"const \w[\w ]*\*\s*__restrict__ \w+", parameters), name
 
 
@@ -180,21 +180,21 @@ def test_accesses_before_a_wait_are_detected(nvrtc, nvdisasm, early):
 
 
 def test_sources_are_found():
-    assert len(kernels.files()) >= 10
+    assert len(sources.files()) >= 10
 
 
-@pytest.mark.parametrize("file", kernels.files())
+@pytest.mark.parametrize("file", sources.files())
 def test_headers_match_their_sources(file):
-    text = (kernels.ROOT / file).read_text()
+    text = (sources.ROOT / file).read_text()
     assert text.isascii()
     assert "// Launch:" in text
-    assert kernels.signatures(file), "no kernel was found in the file"
+    assert sources.signatures(file), "no kernel was found in the file"
     names = re.findall(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)', text)
-    assert set(kernels.signatures(file)) == set(names)
-    headers = "".join(path.read_text() for path in kernels.ROOT.rglob("*.cuh"))
+    assert set(sources.signatures(file)) == set(names)
+    headers = "".join(path.read_text() for path in sources.ROOT.rglob("*.cuh"))
     # structs are passed by value, as their bytes
     structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+) {", headers + text, re.MULTILINE)
-    for name, parameters in kernels.signatures(file).items():
+    for name, parameters in sources.signatures(file).items():
         for ctype, parameter in parameters:
             known = ctype.endswith("*") or ctype in kernels.SCALARS or ctype in structs
             assert known, f"{name}: the launcher cannot cast {ctype} {parameter}"
@@ -202,9 +202,9 @@ def test_headers_match_their_sources(file):
 
 def test_every_op_has_a_form_for_every_architecture():
     forms = {}
-    for file in kernels.files():
+    for file in sources.files():
         op = re.sub(r"_(hopper|ampere|simt|cluster).*", "", Path(file).stem)
-        forms.setdefault(op, set()).update(kernels.architectures(file))
+        forms.setdefault(op, set()).update(sources.architectures(file))
     for op, part in IN_PARTS.items():
         forms[op] |= forms[part]
     assert {"flash_attention_forward", "flash_attention_backward"} <= set(forms)
@@ -213,13 +213,13 @@ def test_every_op_has_a_form_for_every_architecture():
 
 
 def test_inline_ptx_is_in_the_wrappers_of_common():
-    outside = set(kernels.ROOT.rglob("*.cu*")) - set(kernels.ROOT.glob("common/*"))
+    outside = set(sources.ROOT.rglob("*.cu*")) - set(sources.ROOT.glob("common/*"))
     assert [path.name for path in outside if re.search(r"\basm\b", path.read_text())] == []
 
 
 def test_every_file_has_a_row_in_the_catalogue():
-    catalogue = (kernels.ROOT / "README.md").read_text()
-    names = [path.name for path in kernels.ROOT.rglob("*.cu*")]
+    catalogue = (sources.ROOT / "README.md").read_text()
+    names = [path.name for path in sources.ROOT.rglob("*.cu*")]
     assert [name for name in names if f"`{name}`" not in catalogue] == []
 
 
@@ -282,8 +282,8 @@ def test_a_compile_error_names_our_file_and_line(nvrtc):
 
 def test_the_cubin_cache(nvrtc, tmp_path, monkeypatch):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "cache"))
-    file = kernels.files()[0]
-    constants = kernels.variants(file)[0]
+    file = sources.files()[0]
+    constants = sources.variants(file)[0]
     code = kernels.cubin(file, "sm_90", **constants)
     (path,) = (tmp_path / "cache").iterdir()
     assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
@@ -304,8 +304,8 @@ def test_the_cubin_cache(nvrtc, tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_no_error(nvrtc, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    file = kernels.files()[0]
-    assert kernels.cubin(file, "sm_90", **kernels.variants(file)[0])
+    file = sources.files()[0]
+    assert kernels.cubin(file, "sm_90", **sources.variants(file)[0])
 
 
 def test_a_user_without_a_home_has_no_cache(nvrtc, monkeypatch):
@@ -332,17 +332,17 @@ def test_an_edited_header_changes_the_keys_of_the_files_that_include_it(
     tmp_path, monkeypatch, header, norm, attention, update
 ):
     def texts():
-        kernels._headers_digest.cache_clear()
-        return {file: kernels.source_text(file) for file in kernels.files()}
+        sources._headers_digest.cache_clear()
+        return {file: sources.source_text(file) for file in sources.files()}
 
     before = texts()
-    shutil.copytree(kernels.ROOT, tmp_path / "rawkernels")
-    monkeypatch.setattr(kernels, "ROOT", tmp_path / "rawkernels")
+    shutil.copytree(sources.ROOT, tmp_path / "rawkernels")
+    monkeypatch.setattr(sources, "ROOT", tmp_path / "rawkernels")
     assert texts() == before
-    with (kernels.ROOT / header).open("a") as edited:
+    with (sources.ROOT / header).open("a") as edited:
         edited.write("// edited\n")
     changed = {file for file, text in texts().items() if text != before[file]}
-    kernels._headers_digest.cache_clear()
+    sources._headers_digest.cache_clear()
     assert ("norm/dropout_add_norm_backward.cu" in changed) == norm
     assert ("attention/flash_attention_short.cu" in changed) == attention
     assert ("update/sgd.cu" in changed) == update

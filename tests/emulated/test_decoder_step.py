@@ -12,7 +12,7 @@ from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
 from gpuattn.arrays import BFLOAT16
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.engine import decoder_step
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
@@ -204,13 +204,13 @@ def test_mistakes_are_found(name, monkeypatch, tmp_path):
     """Each is found by at least one order of events."""
     file, *replaced = MISTAKES[name]
     root = tmp_path / "rawkernels"
-    shutil.copytree(kernels.ROOT, root)
+    shutil.copytree(sources.ROOT, root)
     text = (root / "decoder" / file).read_text()
     for there, instead in replaced:
         assert text.count(there) == 1
         text = text.replace(there, instead)
     (root / "decoder" / file).write_text(text)
-    monkeypatch.setattr(kernels, "ROOT", root)
+    monkeypatch.setattr(sources, "ROOT", root)
     monkeypatch.setattr(emulator, "library", emulator.library.__wrapped__)
     case, found = Case(3, 1, {"bias": False}), False
     for order in range(8):

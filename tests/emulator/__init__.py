@@ -36,7 +36,7 @@ from fake_gpu import GPUS
 
 from emulator.translate import translate
 from gpuattn import arrays
-from gpuattn.cuda import disk_cache, kernels, tensor_maps
+from gpuattn.cuda import disk_cache, kernels, sources, tensor_maps
 from gpuattn.errors import SlowerRefusal
 from gpuattn.impls import OPS, Impl, Impls, choose, choose_backward
 from gpuattn.ops import embedding
@@ -123,14 +123,14 @@ def refusal():
 @functools.cache
 def library(file, constants, capability=90):
     """Return a file of ``rawkernels`` as a host library; ``constants``: (name, value) pairs."""
-    text = kernels.source_text(file, **dict(constants))
-    return library_of(text, kernels.signatures(file), capability)
+    text = sources.source_text(file, **dict(constants))
+    return library_of(text, sources.signatures(file), capability)
 
 
 def library_of(text, signatures, capability=90):
-    """Return CUDA text as a host library. ``signatures``: as of ``kernels.signatures``."""
+    """Return CUDA text as a host library. ``signatures``: as of ``sources.signatures``."""
     arch = f"-D__CUDA_ARCH__={10 * capability}"
-    expand = ("g++", "-E", "-P", "-x", "c++", arch, f"-I{kernels.ROOT}", "-")
+    expand = ("g++", "-E", "-P", "-x", "c++", arch, f"-I{sources.ROOT}", "-")
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
     text = translate(text, signatures)
     objects = [_compiled((HERE / name).read_text(), "-O2", "-c") for name in SOURCES]
@@ -218,10 +218,10 @@ class Machine:
 
     def kernel(self, file, name, **constants):
         """Replace ``kernels.kernel``; a launch raises AssertionError with the error found."""
-        assert kernels.serves(file, self.gpu.capability), f"{file} on {self.gpu.capability}"
+        assert sources.serves(file, self.gpu.capability), f"{file} on {self.gpu.capability}"
         compiled = library(file, tuple(sorted(constants.items())), self.gpu.capability)
-        cooperative = name in kernels.cooperative_kernels(file)
-        return self._launcher(compiled, name, kernels.signatures(file)[name], cooperative)
+        cooperative = name in sources.cooperative_kernels(file)
+        return self._launcher(compiled, name, sources.signatures(file)[name], cooperative)
 
     def kernel_of(self, text, name, parameters):
         """Return the kernel of a CUDA text; ``parameters``: (C type, name) of each."""

@@ -22,7 +22,7 @@ const char* launch(uint3, unsigned, unsigned, unsigned, size_t, unsigned, std::f
 def translate(text, signatures):
     """Return preprocessed CUDA C++ as C++ with a function ``launch_NAME`` for each kernel.
 
-    ``signatures``: the result of ``kernels.signatures`` for the file.
+    ``signatures``: the result of ``sources.signatures`` for the file.
     """
     parts, end = [HEAD, "\n"], 0
     for match in re.finditer(r"\basm\b\s*(?:volatile\s*)?(?=\()", text):

@@ -44,8 +44,9 @@ def slim(monkeypatch):
     """Register one more model, and rebuild the command line as a new process would."""
     monkeypatch.setitem(MODELS, "slim", None)  # removed again after the test
     del MODELS["slim"]
-    monkeypatch.delattr("gpuattn.cli.train", raising=False)
-    monkeypatch.delitem(sys.modules, "gpuattn.cli.train", raising=False)
+    for name in ("gpuattn.cli.train", "gpuattn.cli.shared.training"):
+        monkeypatch.delattr(name, raising=False)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return register(ModelKind(
         name="slim", tasks=("language",), model=GPT2, configure=configure, check=check,
         options=("block", "ffn"),

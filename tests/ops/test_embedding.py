@@ -7,7 +7,7 @@ from checks import DTYPES, check_gradient, check_implementation, dtype_of, imple
 from gpuattn import Tensor, arrays
 from gpuattn import rng as random
 from gpuattn.arrays import to_cpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import backward_pass
 from gpuattn.ops.embedding import IMPLS, ORDERED, _argsort, embedding
 
 V, P = 11, 9
@@ -124,7 +124,7 @@ def test_the_gradient_is_written_to_its_slot(xp, rng, dtype, slot_dtype, ordered
     np.add.at(want, host, dy.astype(np.float64))
     for times in (1, 2):  # first written, then added to
         y = embedding(tokens, weight, scale=2, order=order, deterministic=ordered != "atomics")
-        tape.backward(y, xp.asarray(dy))
+        backward_pass.backward(y, xp.asarray(dy))
         got = to_cpu(flat).astype(np.float64)
         np.testing.assert_array_equal(got[1:-1].reshape(V, 3), 2 * times * want)
         assert np.isnan(got[[0, -1]]).all()
@@ -138,7 +138,7 @@ def test_the_gradient_has_the_same_bits_every_time(xp, rng, ordered):
     seen = set()
     for _ in range(3):
         weight = Tensor(xp.ones((4, 40), np.float32), requires_grad=True)
-        tape.backward(embedding(xp.asarray(host), weight, p=0.1, seed=3, order=order), dy)
+        backward_pass.backward(embedding(xp.asarray(host), weight, p=0.1, seed=3, order=order), dy)
         seen.add(to_cpu(weight.grad).tobytes())
     assert len(seen) == 1
 
@@ -166,7 +166,7 @@ def test_runs_of_any_length(xp, rng, name, cols):
     weight = Tensor(xp.zeros((rows, cols), np.float32), requires_grad=True)
     y = embedding(xp.asarray(tokens), weight)
     for times in (1, 2):  # backward may run twice on a record
-        tape.backward(y, xp.asarray(dy), retain_graph=True)
+        backward_pass.backward(y, xp.asarray(dy), retain_graph=True)
         np.testing.assert_array_equal(to_cpu(weight.grad), times * want)
 
 
@@ -186,7 +186,7 @@ def test_rows_with_gaps_are_not_copied(xp, rng):
         y = embedding(tokens[:, :P], weight, position_weight=table, p=0.1, seed=1)
         padded = xp.full((3, P, 24), np.nan, np.float32)
         padded[cut] = dy[:, :P]
-        grads = tape.gradients([y], [padded[cut]], [weight, table])
+        grads = backward_pass.gradients([y], [padded[cut]], [weight, table])
         found.append([to_cpu(a) for a in (y.data, *grads)])
     for aligned, other in zip(*found, strict=True):
         np.testing.assert_allclose(aligned, other, rtol=1e-6, atol=1e-6)
@@ -202,7 +202,7 @@ def test_graph_replays_equal_eager_calls(gpu, rng):
 
     def step():
         weight.grad_started = False
-        tape.backward(embedding(tokens, weight, p=0.1, seed=3, order=order), dy)
+        backward_pass.backward(embedding(tokens, weight, p=0.1, seed=3, order=order), dy)
 
     stream = gpu.cuda.Stream(non_blocking=True)
     gpu.cuda.Device().synchronize()
@@ -226,7 +226,7 @@ def test_the_gradient_skips_ids_out_of_range(gpu, deterministic):
     weight = Tensor(gpu.ones((V, 4), np.float32), requires_grad=True)
     weight.grad_slot = guarded[1:-1]
     y = embedding(tokens, weight, deterministic=deterministic)
-    tape.backward(y, gpu.ones((120, 4), np.float32))
+    backward_pass.backward(y, gpu.ones((120, 4), np.float32))
     with pytest.raises(IndexError, match="embedding: tokens is holding"):
         to_cpu(y.data)
     want = np.zeros((V + 2, 4))

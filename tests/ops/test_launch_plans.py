@@ -12,7 +12,7 @@ from fake_launches import as_array, launches_on
 import gpuattn
 from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
-from gpuattn.cuda import compiler, kernels
+from gpuattn.cuda import compiler, sources
 from gpuattn.engine.row_step import row_embedding
 from gpuattn.errors import KernelCompileError
 from gpuattn.ops.attention.step_attention import step_attention
@@ -28,13 +28,13 @@ from gpuattn.runtime.graph_arrays import Ring
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")
 DTYPES = FLOAT32, BFLOAT16
 TENSOR_CORES = {
-    "attention/decode_attention.cu", "attention/flash_attention_short.cu",
+    "attention/cache/decode_attention.cu", "attention/flash_attention_short.cu",
     "attention/flash_attention_forward_ampere.cu", "attention/flash_attention_backward_ampere.cu",
     "attention/flash_attention_backward_ampere_extras.cu",
 }  # fmt: skip
 STATIC_TOO = (  # files with kernels that also declare static shared memory
-    "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
-    "norm/layer_norm_backward.cu", "embedding_backward.cu",
+    "loss/cross_entropy.cu", "attention/cache/decode_attention.cu",
+    "norm/dropout_add_norm_backward.cu", "norm/layer_norm_backward.cu", "embedding_backward.cu",
 )  # fmt: skip
 CLUSTERS = {
     "loss/cross_entropy_cluster.cu", "sampling/sample_tokens_cluster.cu", "softmax_hopper.cu",
@@ -228,21 +228,21 @@ def test_every_launch_fits_the_gpu(name):
     record = GPUS[name]
     noted = plans(record)
     launched = {launch.file for launch in noted}
-    portable = {file for file in kernels.files() if "sm_75" in kernels.architectures(file)}
+    portable = {file for file in sources.files() if "sm_75" in sources.architectures(file)}
     if not record.has_bfloat16:
         kinds = {
             dict(launch.constants)["scalar"] for launch in noted if launch.file in TENSOR_CORES
         }
         assert kinds == {"f16"}
     assert portable <= launched
-    assert all(kernels.serves(file, record.capability) for file in launched)
+    assert all(sources.serves(file, record.capability) for file in launched)
     assert launched & CLUSTERS == (CLUSTERS if record.capability // 10 in (9, 10) else set())
     assert launched & ROOMY == (ROOMY if record.capability // 10 in (9, 10) else set())
     assert record.has_clusters or not launched & CLUSTERS
     for launch in noted:
-        parameters = kernels.signatures(launch.file)[launch.name]
+        parameters = sources.signatures(launch.file)[launch.name]
         assert record.has_tma or not any("TensorMap" in kind for kind, _ in parameters), launch
-        assert record.has_wgmma or "sm_90a" not in kernels.architectures(launch.file), launch
+        assert record.has_wgmma or "sm_90a" not in sources.architectures(launch.file), launch
         assert launch.shared_bytes <= record.shared_bytes, launch
         assert np.prod(launch.block) <= MOST_THREADS, launch
         assert max(launch.grid[1:], default=0) <= MOST_ROWS, launch
@@ -263,34 +263,34 @@ def test_static_and_dynamic_shared_memory_fit_together(nvrtc, name, much):
     for file in STATIC_TOO:
         size, constants = largest[file].shared_bytes, largest[file].constants
         assert size > much << 10, "no launch uses almost all shared memory"
-        text = kernels.source_text(file, **dict(constants))
-        _, log = compiler.compile_text(text, kernels.arch_for(file, record.capability), file)
+        text = sources.source_text(file, **dict(constants))
+        _, log = compiler.compile_text(text, sources.arch_for(file, record.capability), file)
         declared = max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
         assert size + declared <= record.shared_bytes, file
 
 
 @pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
 def test_a_kernel_compiles_for_the_gpu_itself(nvrtc, record):
-    arch = kernels.arch_for("update/sgd.cu", record.capability)
+    arch = sources.arch_for("update/sgd.cu", record.capability)
     assert arch == f"sm_{record.capability}"  # the NVRTC of the tests knows this architecture
-    text = kernels.source_text("update/sgd.cu", **kernels.variants("update/sgd.cu")[0])
+    text = sources.source_text("update/sgd.cu", **sources.variants("update/sgd.cu")[0])
     assert compiler.compile_text(text, arch, "update/sgd.cu")[0].startswith(b"\x7fELF")
 
 
 def test_an_older_nvrtc_compiles_for_the_same_major_version(monkeypatch):
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "12.8")
     monkeypatch.setattr(compiler, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90, 100, 120])
-    assert kernels.arch_for("update/sgd.cu", 103) == "sm_100"
-    assert kernels.arch_for("update/sgd.cu", 121) == "sm_120"
-    assert kernels.arch_for("attention/flash_attention_forward_hopper.cu", 90) == "sm_90a"
+    assert sources.arch_for("update/sgd.cu", 103) == "sm_100"
+    assert sources.arch_for("update/sgd.cu", 121) == "sm_120"
+    assert sources.arch_for("attention/flash_attention_forward_hopper.cu", 90) == "sm_90a"
     monkeypatch.setattr(compiler, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90])
     with pytest.raises(KernelCompileError, match=r"compute capability 12\.0; it knows up to sm_90"):
-        kernels.arch_for("update/sgd.cu", 120)
+        sources.arch_for("update/sgd.cu", 120)
 
 
 def test_which_files_serve_a_gpu():
     def served(capability):
-        return {file for file in kernels.files() if kernels.serves(file, capability)}
+        return {file for file in sources.files() if sources.serves(file, capability)}
 
     portable = served(80)
     assert (
@@ -303,4 +303,4 @@ def test_which_files_serve_a_gpu():
         == served(121)
     )
     assert served(100) == served(103) == portable | CLUSTERS | ROOMY
-    assert served(90) == set(kernels.files())
+    assert served(90) == set(sources.files())

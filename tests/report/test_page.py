@@ -14,7 +14,7 @@ from gpuattn.data.preparing.plan import Plan
 from gpuattn.data.preparing.prepare import prepare
 from gpuattn.data.preparing.sources import find_sources
 from gpuattn.errors import CheckpointError
-from gpuattn.report import page, style, svg
+from gpuattn.report import axes, page, style, svg
 from gpuattn.report.markup import Markup, tag
 from gpuattn.report.page import write_page
 from gpuattn.runs.config import TrainConfig
@@ -300,7 +300,7 @@ def test_curves_leave_out_invalid_points():
     ([0.1, 4], True, ["0.1", "0.2", "0.5", "1", "2"]), ([1e9, 1e15], True, ["1G"]),
 ])  # fmt: skip
 def test_ticks_are_round(values, log, texts):
-    found = svg._Axis(values, 0, 100, log).ticks()
+    found = axes.Axis(values, 0, 100, log).ticks()
     assert [text for _, text in found][: len(texts)] == texts
     assert len(found) <= 12
 
@@ -349,7 +349,7 @@ def test_labels_of_the_roofline_do_not_overlap():
 
 
 def test_a_label_without_space_is_left_out():
-    box = svg._Box(100, 40, 0, 0, 0, 0)
+    box = axes.Box(100, 40, 0, 0, 0, 0)
     places = svg.label_places([(50, 20, 3), (50, 20, 3)], [30, 200], box)
     assert places == [(57, 20, 30), None]
 

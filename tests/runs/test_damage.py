@@ -9,7 +9,8 @@ from stopping import After, assert_same_bits, assert_same_metrics
 
 from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.runs.damage import check_whole, recover
-from gpuattn.runs.folder import RunFolder, load_run, summary
+from gpuattn.runs.folder import RunFolder, summary
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime import checkpoint
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train

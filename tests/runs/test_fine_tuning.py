@@ -29,7 +29,8 @@ from gpuattn.models import (
 )
 from gpuattn.runs.config import resolve
 from gpuattn.runs.fine_tuning import fine_tuning
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime import checkpoint
 from gpuattn.tasks.users import engines
 from gpuattn.train.session import train

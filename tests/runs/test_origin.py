@@ -13,8 +13,10 @@ from kill_drill import new_config
 from stopping import After, assert_same_bits
 
 from gpuattn.errors import CheckpointError, ConfigError, DataError
+from gpuattn.runs.averaging import average_runs
 from gpuattn.runs.config import TrainConfig
-from gpuattn.runs.folder import RunFolder, average_runs, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime import checkpoint
 from gpuattn.tensor_file import digest
 from gpuattn.train.session import Session, train

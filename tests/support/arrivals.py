@@ -9,7 +9,7 @@ import re
 
 import compiled
 
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 
 LOAD = re.compile(r"\b(?:LDS|LDSM)\b([.\w]*) R(\d+)\b")
 WIDTHS = {"128": 4, "64": 2, "4": 4, "2": 2}  # last part of a load's name -> registers
@@ -17,7 +17,7 @@ WIDTHS = {"128": 4, "64": 2, "4": 4, "2": 2}  # last part of a load's name -> re
 
 def of_variant(file, arch, constants):
     """Return ``of`` each kernel of a variant, {kernel: (arrivals, overtaken loads)}."""
-    text = kernels.source_text(file, **constants)
+    text = sources.source_text(file, **constants)
     return {name: of(code) for name, code in compiled.instructions(text, arch, file).items()}
 
 

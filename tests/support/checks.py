@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gpuattn import arrays
-from gpuattn.autodiff import tape
-from gpuattn.cuda import kernels
+from gpuattn.autodiff import backward_pass
+from gpuattn.cuda import sources
 from gpuattn.impls import choose_backward
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -186,7 +186,7 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
     boxes = [Tensor(a.copy(), requires_grad=True) for a in inputs]
     outs = _tuple(fun(*boxes))
     weights = [rng.standard_normal(o.data.shape) for o in outs]
-    found = tape.gradients(list(outs), weights, boxes)
+    found = backward_pass.gradients(list(outs), weights, boxes)
     steps = [rng.standard_normal(a.shape) for a in inputs]
 
     def along(sign):
@@ -206,7 +206,7 @@ def check_hopper_compiles(file, shared_bytes, *claims, **constants):
     """
     claims = f"SHARED == {shared_bytes}", *claims
     asserts = "".join(f'static_assert({x}, "the host code assumes this");\n' for x in claims)
-    text = kernels.source_text(file, scalar="bf16", **constants)
+    text = sources.source_text(file, scalar="bf16", **constants)
     compiled.check_front_end(f"{text}\n{asserts}", "sm_90a", file)
     _, log = compiled.machine_code(text, "sm_90a", file)
     assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from gpuattn.cuda import compiler, disk_cache, kernels
+from gpuattn.cuda import compiler, disk_cache, sources
 from gpuattn.errors import KernelCompileError
 
 MOST = 4  # variants of a file that are compiled to machine code without --all
@@ -37,13 +37,13 @@ def cases():
     tensor cores multiply), of one for Hopper, and of one for one of ``OTHERS``, which alternate.
     """
     turns = itertools.count()
-    for file in kernels.files():
-        listed_architectures = kernels.architectures(file)
+    for file in sources.files():
+        listed_architectures = sources.architectures(file)
         others = [arch for arch in OTHERS if arch in listed_architectures]
         chosen = others[next(turns) % len(others)] if others else None
         made_for = main_architecture(file)
         for arch in listed_architectures:
-            every = listed = kernels.variants(file, arch)
+            every = listed = sources.variants(file, arch)
             step, start = -(-len(every) // MOST) if arch == made_for else len(every), 0
             if arch == OLDER:
                 bfloat16 = (n for n, c in enumerate(every) if c.get("scalar") == "bf16")
@@ -57,7 +57,7 @@ def cases():
 
 def main_architecture(file):
     """Return the first architecture of a file that is not ``OLDER``."""
-    return next(arch for arch in kernels.architectures(file) if arch != OLDER)
+    return next(arch for arch in sources.architectures(file) if arch != OLDER)
 
 
 def machine_code(text, arch, file):
@@ -75,21 +75,21 @@ def check_front_end(text, arch, file):
 
 def compile_variant(file, arch, constants):
     """Return NVRTC's log for a variant of a file in ``rawkernels``."""
-    return machine_code(kernels.source_text(file, **constants), arch, file)[1]
+    return machine_code(sources.source_text(file, **constants), arch, file)[1]
 
 
 def check_variants(file):
     """Check every variant of a file by the front end, and one in ``SHARE`` for ``OLDER``."""
-    main, first = main_architecture(file), kernels.architectures(file)[0]
+    main, first = main_architecture(file), sources.architectures(file)[0]
     for arch in dict.fromkeys([main, first]):
-        for constants in kernels.variants(file, arch)[:: 1 if arch == main else SHARE]:
-            check_front_end(kernels.source_text(file, **constants), arch, file)
+        for constants in sources.variants(file, arch)[:: 1 if arch == main else SHARE]:
+            check_front_end(sources.source_text(file, **constants), arch, file)
 
 
 def hopper_instructions(file):
     """Return {kernel: its instructions, in order} of a file's first variant on a Hopper GPU."""
-    text = kernels.source_text(file, **kernels.variants(file)[0])
-    return instructions(text, kernels.arch_for(file, 90), file)
+    text = sources.source_text(file, **sources.variants(file)[0])
+    return instructions(text, sources.arch_for(file, 90), file)
 
 
 def instructions(text, arch, file):
@@ -130,7 +130,7 @@ def _front_end(text, arch, file):
     """Compile to link-time intermediate code, which is not optimized."""
     lib, program = compiler.nvrtc(), ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file.encode(), 0, None, None)
-    options = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{kernels.ROOT}", "-dlto"]
+    options = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{sources.ROOT}", "-dlto"]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     try:
         if lib.nvrtcCompileProgram(program, len(options), array):

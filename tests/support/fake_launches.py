@@ -18,7 +18,7 @@ from own_plans import separate_plans
 
 from gpuattn import arrays
 from gpuattn.cuda import driver_launch as driver_launch_module
-from gpuattn.cuda import kernels, scratch, tensor_maps
+from gpuattn.cuda import kernels, scratch, sources, tensor_maps
 from gpuattn.cuda.gpu import gpu
 from gpuattn.gemm import cublaslt
 
@@ -71,10 +71,10 @@ class _Function:
     def __init__(self, key, ptr, noted):
         self.key, self.ptr, self.noted = key, ptr, noted
         file, name, _ = key
-        has = name in kernels.dependent_kernels(file) and gpu(0).has_dependent_launch
-        parameters = kernels.signatures(file)[name]
+        has = name in sources.dependent_kernels(file) and gpu(0).has_dependent_launch
+        parameters = sources.signatures(file)[name]
         self.kernel = _Kernel(
-            self, name, parameters, 0, has, name in kernels.cooperative_kernels(file)
+            self, name, parameters, 0, has, name in sources.cooperative_kernels(file)
         )
         self.kernel.shared_limit = 1 << 30
 

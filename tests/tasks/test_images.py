@@ -13,9 +13,10 @@ from stopping import After, assert_same_bits
 from gpuattn import load_run, save_pretrained
 from gpuattn.bench import doctor
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.runs.averaging import average_runs
 from gpuattn.runs.config import TrainConfig, read_toml, resolve, to_toml
 from gpuattn.runs.evaluation import evaluate_images
-from gpuattn.runs.folder import RunFolder, average_runs, summary
+from gpuattn.runs.folder import RunFolder, summary
 from gpuattn.tasks import store_cache
 from gpuattn.tasks.images import ImageCorpus, ImageTask, suitable_patch
 from gpuattn.train.progress import Listener

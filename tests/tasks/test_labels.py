@@ -15,10 +15,11 @@ from gpuattn.data.generated import generate
 from gpuattn.data.tokenizer import CharTokenizer
 from gpuattn.errors import CheckpointError, ConfigError, DataError, PretrainedError
 from gpuattn.models import Bert, BertConfig
+from gpuattn.runs.averaging import average_runs
 from gpuattn.runs.config import TrainConfig, read_toml, resolve, to_toml
 from gpuattn.runs.evaluation import evaluate_labels
 from gpuattn.runs.fine_tuning import fine_tuning
-from gpuattn.runs.folder import RunFolder, average_runs, summary
+from gpuattn.runs.folder import RunFolder, summary
 from gpuattn.tasks.labels import LabelCorpus
 from gpuattn.tasks.registry import task_of
 from gpuattn.train.progress import Listener

@@ -9,8 +9,10 @@ import pytest
 from stopping import After, assert_same_bits
 
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.runs.averaging import average_runs
 from gpuattn.runs.config import OPTIONS, TrainConfig, differences, read_toml, resolve, to_toml
-from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
+from gpuattn.runs.folder import RunFolder, summary
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime.device import batch_to
 from gpuattn.tasks.corpus import TextCorpus
 from gpuattn.tasks.language import LanguageTask

@@ -20,7 +20,8 @@ from gpuattn.errors import ConfigError, DataError
 from gpuattn.models import Bert
 from gpuattn.runs.config import TrainConfig, read_toml, resolve, to_toml
 from gpuattn.runs.evaluation import evaluate_masked
-from gpuattn.runs.folder import RunFolder, load_run, summary
+from gpuattn.runs.folder import RunFolder, summary
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks import texts
 from gpuattn.tasks.masked import MaskedCorpus, MaskedTask
 from gpuattn.train import memory

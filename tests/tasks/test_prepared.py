@@ -12,7 +12,8 @@ from gpuattn.data.tokenizer import CharTokenizer
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.lock import locked
 from gpuattn.runs.config import TrainConfig
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks import prepared, store_cache, texts
 from gpuattn.tasks.corpus import Corpus, TextCorpus, held_out
 from gpuattn.train.progress import Listener

@@ -16,7 +16,8 @@ from gpuattn.errors import ConfigError, DataError
 from gpuattn.models.kinds import new_model
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.evaluation import evaluate_text
-from gpuattn.runs.folder import RunFolder, load_run
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.loading import load_run
 from gpuattn.tasks import stored, texts
 from gpuattn.tasks.corpus import Corpus, TextCorpus, held_out
 from gpuattn.train.session import train

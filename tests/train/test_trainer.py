@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from gpuattn.errors import CheckpointError, ConfigError, DataError, DeviceMissingError
+from gpuattn.runs.averaging import average_runs
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.evaluation import evaluate, pairs_for
-from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
+from gpuattn.runs.folder import RunFolder, summary
+from gpuattn.runs.loading import load_run
 from gpuattn.runtime import checkpoint
 from gpuattn.tasks.corpus import Corpus
 from gpuattn.tasks.translation import TranslationTask

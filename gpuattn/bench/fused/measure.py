@@ -12,7 +12,7 @@ import numpy as np
 
 import gpuattn
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.backward_pass import gradients
 from gpuattn.bench.correctness import TOLERANCE, compare, normal
 from gpuattn.bench.fused.cases import Fused, zipf_tokens
 from gpuattn.bench.samples import DTYPES
@@ -234,7 +234,7 @@ class Ours:
             leaves.append(boxed[place])
 
         def backward(outs):
-            return tape.gradients(outs, douts, leaves, retain_graph=True)
+            return gradients(outs, douts, leaves, retain_graph=True)
 
         if self.direction == "backward":
             outs = forward(*boxed)

@@ -14,7 +14,7 @@ from gpuattn.cli.shared.options import (
     device_option,
 )
 from gpuattn.decode.options import STOPPING
-from gpuattn.runs.folder import LOAD_DTYPES
+from gpuattn.runs.loading import LOAD_DTYPES
 from gpuattn.units import number, whole
 
 

@@ -1,6 +1,6 @@
 """Appends keys and values to a key-value cache, in place.
 
-Device code: ``rawkernels/attention/append_kv.cu``.
+Device code: ``rawkernels/attention/cache/append_kv.cu``.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ def _forward_reference(k_cache, v_cache, k, v, lengths, page_table, *, needs):
     return None, None
 
 
-# ---- raw: rawkernels/attention/append_kv.cu -----------------------------------------------------
+# ---- raw: rawkernels/attention/cache/append_kv.cu -----------------------------------------------
 
 
 def _refuse_raw(k_cache, *_, **__):
@@ -85,7 +85,7 @@ def _refuse_raw(k_cache, *_, **__):
 
 
 def _forward_raw(k_cache, v_cache, k, v, lengths, page_table, *, needs):
-    run = kernel("attention/append_kv.cu", NAME, scalar=ctype(k.dtype))
+    run = kernel("attention/cache/append_kv.cu", NAME, scalar=ctype(k.dtype))
     sequences, tokens, kv_heads, head_dim = k.shape
     steps = [
         np.array([[step // x.itemsize for step in x.strides]]).view("V32")

@@ -3,8 +3,9 @@
 The cost is reading the cache once. Only all multiprocessors together read at full speed, so the
 keys of a sequence are split over blocks, whose results are then combined ("Flash-Decoding", Dao et
 al., 2023). Query heads and batch rows that share keys read them once. Reference:
-``decode_reference.py``. Device code: ``rawkernels/attention/decode_attention.cu`` (tensor cores),
-``decode_attention_simt.cu`` (any dtype and strides), ``decode_attention_combine.cu``.
+``decode_reference.py``. Device code in ``rawkernels/attention/cache/``: ``decode_attention.cu``
+(tensor cores), ``decode_attention_simt.cu`` (any dtype and strides),
+``decode_attention_combine.cu``.
 """
 
 import functools
@@ -32,7 +33,7 @@ PAGE_STEP = 16  # the keys of a page are a multiple of it
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 2**31 - 1
 FIXED_SPLIT = 512  # keys of a split with batch_invariant
-SPLIT_KEYS = 64  # the keys of a split are a multiple of it; attention/common/decode.cuh
+SPLIT_KEYS = 64  # the keys of a split are a multiple of it; attention/cache/decode.cuh
 BLOCK_COST = 4  # time of a block without keys, in units of SPLIT_KEYS keys; measured
 COMBINE_COST = 3  # time to combine splits, in the same unit
 MAX_SPLITS = 8192  # the combining kernel holds their weights in shared memory
@@ -52,7 +53,7 @@ PROBLEM = np.dtype(
     + [(name, np.float32) for name in ("scale", "softcap")],
     align=True,
 )  # fmt: skip
-"""The struct Decode of ``rawkernels/attention/common/decode.cuh``."""
+"""The struct Decode of ``rawkernels/attention/cache/decode.cuh``."""
 
 
 @op
@@ -231,7 +232,7 @@ def _forward_ampere(q, *others, needs, **params):
     table = STAGES if found.capability >= AMPERE else TURING_STAGES
     stages, shared_bytes = pipeline(width, found.shared_bytes, table)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width, "STAGES": stages}
-    run = kernel("attention/decode_attention.cu", NAME, **constants)
+    run = kernel("attention/cache/decode_attention.cu", NAME, **constants)
     return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
 
 
@@ -249,7 +250,7 @@ def pipeline(width: int, limit: int, table: dict = STAGES) -> tuple[int, int]:
 def _forward_simt(q, *others, needs, **params):
     width = 128 if max(q.shape[-1], others[1].shape[-1]) <= 128 else 256
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width}
-    run = kernel("attention/decode_attention_simt.cu", f"{NAME}_simt", **constants)
+    run = kernel("attention/cache/decode_attention_simt.cu", f"{NAME}_simt", **constants)
     return _launch(run, 1, 8, 0, q, *others, **params)
 
 
@@ -300,7 +301,8 @@ def _launch(
     grid = (blocks * splits,)
     run(grid, (128,), struct, q, k, v, out, lse, parts, parts_lse, shared_bytes=shared_bytes)
     if splits > 1:
-        combine = kernel(f"attention/{NAME}_combine.cu", f"{NAME}_combine", scalar=ctype(q.dtype))
+        file = f"attention/cache/{NAME}_combine.cu"
+        combine = kernel(file, f"{NAME}_combine", scalar=ctype(q.dtype))
         arguments = parts, parts_lse, out, lse, splits, value_dim, T, H
         combine((B * T * H,), (256,), *arguments, shared_bytes=4 * splits)
     return (out, lse), None

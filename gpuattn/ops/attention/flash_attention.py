@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import check_floats, check_together, is_floating, on_gpu, to_cpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.frozen import is_debugging
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Call, Fusion, Impl, Impls, overrides
@@ -239,7 +239,7 @@ def _check_offsets(offsets, tokens, longest):
             accepted = f"{least}: there are {n} tokens in {sequences} sequences"
             raise ValueError(problem(NAME, limit_name, limit, accepted))
         limits.append(limit)
-        if on_gpu(cu) and not tape.is_debugging():
+        if on_gpu(cu) and not is_debugging():
             continue
         values = to_cpu(cu)
         lengths = np.diff(values)

@@ -2,7 +2,7 @@
 
 It is ``append_kv`` and ``decode_attention`` in one launch, for short texts: a block for each KV
 head of a sentence, and no splits to combine. Device code:
-``rawkernels/attention/step_attention.cu``.
+``rawkernels/attention/cache/step_attention.cu``.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from gpuattn.ops.attention.decode_attention import decode_attention
 from gpuattn.ops.attention.flash_attention import flash_attention
 from gpuattn.typing import Array
 
-NAME, FILE = "step_attention", "attention/step_attention.cu"
+NAME, FILE = "step_attention", "attention/cache/step_attention.cu"
 COLUMNS = 8  # of a block: pairs of a beam and a head
 HEAD_DIMS = 32, 64, 128
 PAGE = 64  # keys of a page that the kernel takes
@@ -88,7 +88,7 @@ def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *,
     ), None  # fmt: skip
 
 
-# ---- raw: rawkernels/attention/step_attention.cu ------------------------------------------------
+# ---- raw: rawkernels/attention/cache/step_attention.cu ------------------------------------------
 
 
 def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):

@@ -1,6 +1,6 @@
 """Copies rows of packed arrays into rows of tables: the keys of sources or prompts into a cache.
 
-Device code: ``rawkernels/attention/store_rows.cu``.
+Device code: ``rawkernels/attention/cache/store_rows.cu``.
 """
 
 import math
@@ -49,7 +49,7 @@ def store_rows(
             some = pairs[first : first + MOST_PAIRS]
             copies = np.zeros(MOST_PAIRS, COPY)
             copies[: len(some)] = [_copy(*pair) for pair in some]
-            kernel("attention/store_rows.cu", NAME)(
+            kernel("attention/cache/store_rows.cu", NAME)(
                 (len(starts), count), (BLOCK,), copies.view(f"V{copies.nbytes}"), starts, places,
                 lengths, len(some), _words(copies[: len(some)]),
             )  # fmt: skip

@@ -15,7 +15,8 @@ from gpuattn.gemm.matmul import capture_refusal, matmul, matmul_activated
 from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_choice, check_matrix, check_shapes, take_arrays
 from gpuattn.ops.linear import gelu_hopper, gradients
-from gpuattn.ops.linear.bias_activation import activate, launch_forward
+from gpuattn.ops.linear.activations import activate
+from gpuattn.ops.linear.bias_activation import launch_forward
 from gpuattn.typing import Array
 
 

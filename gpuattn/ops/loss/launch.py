@@ -7,7 +7,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda.gpu import gpu
-from gpuattn.cuda.kernels import kernel, serves
+from gpuattn.cuda.kernels import kernel
+from gpuattn.cuda.sources import serves
 from gpuattn.typing import Array
 
 # (largest bytes of a row, its plan), in ascending order

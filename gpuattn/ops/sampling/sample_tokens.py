@@ -16,7 +16,8 @@ from gpuattn import arrays, rng
 from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.gpu import gpu
-from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.sources import serves
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer, number, seed_key

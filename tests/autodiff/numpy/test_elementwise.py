@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpuattn import Tensor, gradcheck, to_cpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import backward_pass
 from gpuattn.autodiff.numpy.elementwise import PLAIN, RULES
 from gpuattn.errors import UnsupportedError
 
@@ -129,13 +129,13 @@ def test_gradients_of_joined_arrays_have_their_dtypes():
     a = Tensor(np.ones(2, np.float32), requires_grad=True)
     joined = np.concatenate([a * 1, np.ones(2)])
     assert joined.dtype == np.float64
-    (found,) = tape.gradients([joined], [np.ones(4)], [a])
+    (found,) = backward_pass.gradients([joined], [np.ones(4)], [a])
     assert found.dtype == np.float32
 
 
 def test_the_gradient_of_a_cast_is_cast_back():
     x = Tensor(np.ones(2), requires_grad=True)
-    (found,) = tape.gradients([x.astype(np.float32) * 3], [np.ones(2, np.float32)], [x])
+    (found,) = backward_pass.gradients([x.astype(np.float32) * 3], [np.ones(2, np.float32)], [x])
     assert found.dtype == np.float64
     assert found.tolist() == [3.0, 3.0]
 

@@ -4,7 +4,7 @@ import compiled
 import numpy as np
 import pytest
 
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.ops.attention import ampere
 
 LIMITS = {"sm_86": 101_376, "sm_80": 166_912, "sm_90": 232_448}  # bytes of shared memory per block
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_kernel_with_extras(nvrtc, tile):
 
 
 def check_sizes(file, end, claim, constants, older):
-    text = kernels.source_text(file, **constants)
+    text = sources.source_text(file, **constants)
     sizes = text[: text.index(end)]
     arch = "sm_75" if older else "sm_80"
     compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', arch, file)

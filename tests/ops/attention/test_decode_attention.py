@@ -7,7 +7,7 @@ from checks import check_implementation, implementations, module_named
 
 from gpuattn import Tensor, append_kv, arrays, decode_attention, flash_attention
 from gpuattn.arrays import to_cpu
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import UnsupportedError
 from gpuattn.impls import explain
@@ -326,7 +326,7 @@ def test_pages_and_slots_out_of_range(rng, name, where):
 
 
 def test_the_struct_has_the_fields_of_the_header():
-    text = (kernels.ROOT / "attention/common/decode.cuh").read_text()
+    text = (sources.ROOT / "attention/cache/decode.cuh").read_text()
     inside = re.sub(r"//[^\n]*", "", re.search(r"struct Decode \{(.*?)\};", text, re.DOTALL)[1])
     words = re.findall(r"(?:Strides|long long|int|float|short)\b\s*([^;]+);", inside)
     names = [name.strip(" *\n") for line in words for name in line.split(",")]

@@ -21,7 +21,7 @@ proportion on a slower CPU, because it is meant for the kernels, not for the CPU
 PROGRAM = """
 import json, sys, time
 import cupy, numpy as np
-from gpuattn.cuda import compiler, kernels
+from gpuattn.cuda import compiler, kernels, sources
 from gpuattn.impls import choose_backward
 from gpuattn.ops.attention.flash_attention import IMPLS
 name, D, T = sys.argv[1], *map(int, sys.argv[2:4])
@@ -55,7 +55,7 @@ backward, _ = seconds(
 )
 spent = {"library": library, "forward": forward, "backward": backward}
 if len(sys.argv) > 4:  # a kernel to compare with
-    text = kernels.source_text(sys.argv[4], **kernels.variants(sys.argv[4])[0])
+    text = sources.source_text(sys.argv[4], **sources.variants(sys.argv[4])[0])
     arch = compiler.architecture(int(cupy.cuda.Device().compute_capability))
     spent["reference"], _ = seconds(compiler.compile_text, text, arch)
 print(json.dumps(spent))

@@ -9,7 +9,7 @@ from checks import (
 )
 
 from gpuattn import Tensor
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import backward_pass
 from gpuattn.ops.attention import grids, reference
 from gpuattn.ops.attention.dropout import attention_keep_mask
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
@@ -109,7 +109,7 @@ def test_key_lengths_mask_nan(rng):
     boxes = [Tensor(x, requires_grad=True) for x in (q, k, v)]
     out, lse = flash_attention(*boxes, key_lengths=lengths, return_lse=True)
     agrees((out.data, lse.data), want)
-    grads = tape.gradients([out], [np.ones(out.shape)], boxes)
+    grads = backward_pass.gradients([out], [np.ones(out.shape)], boxes)
     assert all(np.isfinite(g).all() for g in grads)
     assert not grads[1][1, 7:].any() and not grads[0][2].any()
 
@@ -143,7 +143,7 @@ def test_packed_equals_each_sequence_alone(rng, features):
         *boxes, **params, **own, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True
     )
     dout, dlse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
-    grads = tape.gradients([out, lse], [dout, dlse], boxes)
+    grads = backward_pass.gradients([out, lse], [dout, dlse], boxes)
     for b, (T, S) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         alone = [
@@ -165,7 +165,7 @@ def test_packed_equals_each_sequence_alone(rng, features):
             continue
         o, m = flash_attention(*alone, **here, return_lse=True)
         agrees((out.data[None, rows], lse.data[None, :, rows]), (o.data, m.data))
-        each = tape.gradients([o, m], [dout[None, rows], dlse[None, :, rows]], alone)
+        each = backward_pass.gradients([o, m], [dout[None, rows], dlse[None, :, rows]], alone)
         for g, at, e in zip(grads, (rows, keys, keys), each, strict=True):
             np.testing.assert_allclose(g[at], e[0], atol=1e-12)
 
@@ -215,7 +215,7 @@ def test_results_do_not_depend_on_grids_and_threads(monkeypatch, rng, packed):
         monkeypatch.setattr(grids, "GRID_SIZE", grid_size)
         monkeypatch.setattr(reference, "MAX_SINGLE_THREADED", most)
         out = flash_attention(*boxes, causal=True, dropout_p=0.2, seed=3, **lengths)
-        grads = tape.gradients([out], [np.ones_like(q)], boxes)
+        grads = backward_pass.gradients([out], [np.ones_like(q)], boxes)
         found.append([out.numpy(), *grads])
     for one, threads, in_order in zip(*found, strict=True):
         np.testing.assert_array_equal(threads, in_order)

@@ -9,7 +9,7 @@ from attention_formula import assert_close, gradients
 from checks import find, sampled
 
 from gpuattn.arrays import BFLOAT16
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.errors import UnsupportedError
 from gpuattn.ops.attention import hopper as attention_hopper
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
@@ -23,7 +23,7 @@ def constants(width, queries, *flags):
 
 
 def test_every_tile_in_use_is_compiled_in_the_tests():
-    listed = kernels.variants(FILE)
+    listed = sources.variants(FILE)
     edges = (
         attention_hopper.TALL_TILES, attention_hopper.TALL_TILES_BANDED,
         attention_hopper.TALL_TILES_DROPOUT, attention_hopper.LONG_TILES,
@@ -39,7 +39,7 @@ def test_every_tile_in_use_is_compiled_in_the_tests():
 @pytest.mark.parametrize("bias", [False, True])
 def test_matrix_products_are_not_serialised(nvrtc, width, bias):
     """ptxas prints C75xx where it waits after each wgmma, which is about 3 times slower."""
-    text = kernels.source_text(FILE, **constants(width, 4096, True, bias, False, False))
+    text = sources.source_text(FILE, **constants(width, 4096, True, bias, False, False))
     _, log = compiled.machine_code(text, "sm_90a", FILE)
     assert "C75" not in log, log
 
@@ -51,7 +51,7 @@ def test_shared_memory_size_equals_the_kernel_layout(nvrtc, width, bias, extras)
     used = constants(width, 4096, False, bias, extras, False)
     size = attention_hopper.shared_bytes(used)
     check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
-    compiled.check_front_end(kernels.source_text(FILE, **used) + check, "sm_90a", FILE)
+    compiled.check_front_end(sources.source_text(FILE, **used) + check, "sm_90a", FILE)
 
 
 def hopper(xp):

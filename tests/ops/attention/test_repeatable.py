@@ -5,7 +5,7 @@ import pytest
 from checks import dtype_of
 
 from gpuattn import Tensor
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import backward_pass
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
 from gpuattn.rng import Key
 
@@ -85,7 +85,7 @@ def gradients(qkv, params, impl, deterministic=True):
     params = params | others | {"deterministic": deterministic}
     out, lse = forward(boxes, params, impl)
     weights = out.data[..., ::-1] * 3, lse.data * 0 + 1  # arbitrary, but the same in every call
-    return tape.gradients([out, lse], weights, [*boxes, *others.values()])
+    return backward_pass.gradients([out, lse], weights, [*boxes, *others.values()])
 
 
 def bits(x):

@@ -9,7 +9,7 @@ from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
 from gpuattn import Tensor, flash_attention
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.ops.attention import simt
 
 LIMITS = {80: 101_376, 75: 65_536, 90: 232_448, 103: 232_448, 120: 101_376}
@@ -19,7 +19,7 @@ FORMS = list(itertools.product(simt.WIDTHS, (False, True)))
 
 def check_tile(part, width, extras, capability, **constants):
     file = simt.FILES[part]
-    text = kernels.source_text(file, scalar="float", HEAD_DIM=width, EXTRAS=extras, **constants)
+    text = sources.source_text(file, scalar="float", HEAD_DIM=width, EXTRAS=extras, **constants)
     sizes = text[: text.index('extern "C"')]
     tile = simt.choose_tile(part, width, extras, capability)
     claim = f"OWN == {tile.own} && STEP == {tile.step} && THREADS == {tile.threads}"

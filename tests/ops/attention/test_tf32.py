@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gpuattn import Tensor, explain, flash_attention
-from gpuattn.autodiff import tape
-from gpuattn.cuda import kernels
+from gpuattn.autodiff import backward_pass
+from gpuattn.cuda import kernels, sources
 from gpuattn.ops.attention import ampere
 
 LEAST_LIMIT = 101_376  # bytes of shared memory per block on sm_86 and sm_89
@@ -51,7 +51,7 @@ def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, extras, dropout):
     if size == 4 and width > ampere.MAX_TF32_HEAD_DIM:
         return
     file = "attention/flash_attention_forward_ampere.cu"
-    text = kernels.source_text(file, scalar=scalar, HEAD_DIM=width, EXTRAS=extras, DROPOUT=dropout)
+    text = sources.source_text(file, scalar=scalar, HEAD_DIM=width, EXTRAS=extras, DROPOUT=dropout)
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
         rows, keys = ampere.forward_tile(width, size, extras, dropout, int(arch[3:]))
         count = ampere.forward_shared_bytes(width, size, rows, keys)
@@ -101,7 +101,9 @@ def test_gradients_stay_in_float32(gpu, rng):
         out = flash_attention(*boxes, causal=True, tf32=asked)
         told = explain(flash_attention, *boxes, causal=True, tf32=asked)
         assert not asked or told.chosen == "raw-ampere", str(told)
-        found.append([g.get() for g in tape.gradients([out], [gpu.ones_like(out.data)], boxes)])
+        found.append(
+            [g.get() for g in backward_pass.gradients([out], [gpu.ones_like(out.data)], boxes)]
+        )
     for usual, from_tf32 in zip(*found, strict=True):
         assert from_tf32.dtype == np.float32
         assert 0 < abs(usual - from_tf32).max() <= 2**-8 * abs(usual).max()

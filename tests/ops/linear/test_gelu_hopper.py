@@ -16,7 +16,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import gelu_hopper, gradients
-from gpuattn.ops.linear.bias_activation import activate
+from gpuattn.ops.linear.activations import activate
 from gpuattn.ops.linear.linear import IMPLS as LINEAR
 from gpuattn.ops.linear.linear import linear
 

@@ -8,10 +8,10 @@ from checks import check_hopper_compiles, sampled
 from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.cuda import kernels
+from gpuattn.cuda import kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import hopper as linear_hopper
-from gpuattn.ops.linear.bias_activation import activate
+from gpuattn.ops.linear.activations import activate
 from gpuattn.ops.linear.linear import linear
 
 DTYPES = {"f16": np.float16, "bf16": BFLOAT16}
@@ -81,7 +81,7 @@ def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc):
 @pytest.mark.parametrize("depth", [72, 136, 264, 392, 520, 776, 1032, 4104])
 def test_launched_kernels_are_compiled_in_advance(depth, activation):
     constants = linear_hopper.constants_of(depth, np.dtype(np.float16), activation)
-    assert constants in kernels.variants(linear_hopper.FILE)
+    assert constants in sources.variants(linear_hopper.FILE)
     assert linear_hopper.DEPTH * (constants["SPREAD"] - 1) < depth
 
 

@@ -8,8 +8,8 @@ from checks import DTYPES, check_gradient, check_implementation, dtype_of, imple
 
 from gpuattn import Tensor, arrays
 from gpuattn.arrays import to_cpu
-from gpuattn.autodiff import tape
-from gpuattn.cuda import kernels
+from gpuattn.autodiff import backward_pass
+from gpuattn.cuda import kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import GradientError
 from gpuattn.ops.loss import launch
@@ -108,7 +108,7 @@ def test_gradients_in_place(gpu, rng, rows, cols, vocab, dtype):
     kwargs = {"label_smoothing": 0.1, "vocab_size": vocab, "z_loss": 1e-3, "accuracy": True}
     exact = Tensor(logits.astype(np.float64), requires_grad=True)
     want, want_right = cross_entropy(exact, labels, **kwargs)
-    tape.backward(want, np.full((), 3.0))
+    backward_pass.backward(want, np.full((), 3.0))
     x = gpu.asarray(logits)
     y = np.reshape(Tensor(x, requires_grad=True), x.shape)
     loss, right = cross_entropy(y, gpu.asarray(labels), donate=True, dloss=3, **kwargs)
@@ -161,11 +161,11 @@ def test_launch_tables():
     for size, (lanes, vectors) in launch.SHORT:
         assert size <= lanes * 16 * vectors
         constants = {"scalar": "bf16", "LANES": lanes, "VECTORS": vectors}
-        assert constants in kernels.variants("loss/cross_entropy_short.cu")
+        assert constants in sources.variants("loss/cross_entropy_short.cu")
     for size, (cluster, block) in launch.LONG:
         file = "loss/cross_entropy_cluster.cu" if cluster > 1 else "loss/cross_entropy.cu"
         constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
-        assert any(form.items() <= constants.items() for form in kernels.variants(file))
+        assert any(form.items() <= constants.items() for form in sources.variants(file))
         size = min(size, 4 * 262144)
         room = (227 << 10) - launch.RESERVED_SHARED  # shared memory of a block on a Hopper GPU
         assert size <= cluster * room, "a row of 262,144 floats is read once"
@@ -232,7 +232,7 @@ def test_all_rows_ignored(xp, dtype):
     for reduction in ("mean", "sum", "none"):
         x = Tensor(logits, requires_grad=True)
         loss = cross_entropy(x, xp.full(3, 7, np.int32), ignore_index=7, reduction=reduction)
-        tape.backward(loss, xp.ones(loss.shape, loss.dtype))
+        backward_pass.backward(loss, xp.ones(loss.shape, loss.dtype))
         assert not to_cpu(loss.data).any()
         assert not to_cpu(x.grad).astype(np.float64).any()
 
@@ -246,7 +246,7 @@ def test_padding_is_not_read_and_gets_no_gradient(xp, rng, dtype):
         padded = np.concatenate([clean, np.full((6, 3), poison)], 1).astype(dtype_of(dtype))
         x = Tensor(xp.asarray(padded), requires_grad=True)
         loss = cross_entropy(x, labels, vocab_size=5, label_smoothing=0.1)
-        tape.backward(loss, xp.ones((), loss.dtype))
+        backward_pass.backward(loss, xp.ones((), loss.dtype))
         grads.append(to_cpu(x.grad).astype(np.float64))
         assert not grads[-1][:, 5:].any()
     np.testing.assert_array_equal(grads[0], grads[1])
@@ -270,13 +270,13 @@ def test_donated_logits_become_their_gradient(xp, rng, dtype, reduction):
         weight = xp.asarray(np.linspace(1, 2, loss.data.size).reshape(loss.shape)).astype(
             loss.dtype
         )
-        tape.backward(loss, weight, retain_graph=True)
+        backward_pass.backward(loss, weight, retain_graph=True)
         grads.append(to_cpu(x.grad).astype(np.float64))
         overwritten = to_cpu(data).astype(np.float64).reshape(18, 12)
         if donate:
             np.testing.assert_allclose(overwritten, grads[0].reshape(18, 12), rtol)
             with pytest.raises(GradientError, match="donate=True"):
-                tape.backward(loss, weight)
+                backward_pass.backward(loss, weight)
         else:
             untouched = to_cpu(logits).astype(np.float64).reshape(18, 12)
             np.testing.assert_array_equal(overwritten, untouched)
@@ -290,13 +290,13 @@ def test_the_gradient_of_the_loss_may_be_given_in_advance(xp, rng, dtype):
     logits = logits.astype(dtype_of(dtype))
     kwargs = {"label_smoothing": 0.1, "vocab_size": 37, "z_loss": 1e-3}
     exact = Tensor(logits.astype(np.float64), requires_grad=True)
-    tape.backward(cross_entropy(exact, labels, **kwargs), np.full((), 24.0))
+    backward_pass.backward(cross_entropy(exact, labels, **kwargs), np.full((), 24.0))
     before = launch_count("cross_entropy_gradient")
     for ahead in (None, 24, 8.0, xp.asarray(np.float32(24))):
         x = Tensor(xp.array(logits), requires_grad=True)
         y = np.reshape(x, (9, 40))
         loss = cross_entropy(y, xp.asarray(labels), donate=True, dloss=ahead, **kwargs)
-        tape.backward(loss, xp.full((), 24.0, np.float32))
+        backward_pass.backward(loss, xp.full((), 24.0, np.float32))
         got = to_cpu(x.grad).astype(np.float64)
         scale = np.abs(exact.grad).max()
         np.testing.assert_allclose(got, exact.grad, atol=scale * TOLERANCE[dtype])
@@ -322,7 +322,7 @@ def test_the_same_bits_twice_and_in_a_graph(gpu, rng):
         x[...] = given
         y = Tensor(x, requires_grad=True)
         loss = cross_entropy(np.reshape(y, (70, 9000)), labels, donate=True, dloss=dloss)
-        tape.backward(loss, dloss)
+        backward_pass.backward(loss, dloss)
         return loss.data
 
     stream = gpu.cuda.Stream(non_blocking=True)
@@ -388,10 +388,10 @@ def test_views_of_any_strides(xp, rng):
     ):
         x = Tensor(view, requires_grad=True)
         loss = cross_entropy(x, labels)
-        tape.backward(loss, xp.ones((), np.float32))
+        backward_pass.backward(loss, xp.ones((), np.float32))
         y = Tensor(to_cpu(view).copy(), requires_grad=True)
         want = cross_entropy(y, to_cpu(labels))
-        tape.backward(want, np.ones((), np.float32))
+        backward_pass.backward(want, np.ones((), np.float32))
         np.testing.assert_allclose(to_cpu(loss.data), want.data, rtol=1e-6)
         np.testing.assert_allclose(to_cpu(x.grad), y.grad, atol=1e-7)
 

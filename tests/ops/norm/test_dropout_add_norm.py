@@ -14,7 +14,7 @@ from checks import (
 
 from gpuattn import Tensor, explain
 from gpuattn.arrays import same_memory, to_cpu
-from gpuattn.cuda import compiler, kernels
+from gpuattn.cuda import compiler, kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.dropout import dropout
 from gpuattn.ops.norm import launch
@@ -103,7 +103,7 @@ def test_column_sums_fit_into_registers(nvrtc, cols, sums):
     assert sums.bit_count() == launch.PAIRS_COLS[cols]
     file, constants = "norm/dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
     constants |= {"scalar": "bf16", "COLUMNS": cols, "SUMS": sums, "DROPOUT": True}
-    _, log = compiler.compile_text(kernels.source_text(file, **constants), "sm_90", file)
+    _, log = compiler.compile_text(sources.source_text(file, **constants), "sm_90", file)
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

@@ -7,7 +7,7 @@ import pytest
 from checks import dtype_of
 
 from gpuattn.arrays import to_cpu
-from gpuattn.cuda import kernels
+from gpuattn.cuda import sources
 from gpuattn.ops.update import flat_update
 from gpuattn.ops.update import gradient_statistics as statistics
 from gpuattn.ops.update.gradient_statistics import OptimizerState, gradient_statistics
@@ -82,13 +82,13 @@ def test_state_is_one_array_with_names(xp):
 
 
 def test_the_kernel_has_the_same_fields():
-    header = (kernels.ROOT / "update/optimizer_state.cuh").read_text()
+    header = (sources.ROOT / "update/optimizer_state.cuh").read_text()
     fields = re.search(r"enum Field \{(.*?)\}", header, re.DOTALL)[1]
     assert tuple(fields.replace(",", " ").lower().split()) == tuple(statistics.FIELDS)
-    text = (kernels.ROOT / "update/gradient_statistics.cu").read_text()
+    text = (sources.ROOT / "update/gradient_statistics.cu").read_text()
     assert f"MIN_LOSS_SCALE = {statistics.MIN_LOSS_SCALE:.0f}.f" in text
     assert f"MAX_LOSS_SCALE = {statistics.MAX_LOSS_SCALE:.0f}.f" in text
-    update = (kernels.ROOT / "update/optimizer.cuh").read_text()
+    update = (sources.ROOT / "update/optimizer.cuh").read_text()
     assert f"constexpr int DECAY_BLOCK = {flat_update.DECAY_BLOCK};" in update
     assert f"ROUNDING = 0x{flat_update.ROUNDING:X}u;" in update
 

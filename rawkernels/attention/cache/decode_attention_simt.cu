@@ -3,7 +3,7 @@
 // Constants: scalar = float, f16, bf16; HEAD_DIM = 128, 256 (both head sizes rounded up)
 // Launch:    grid = (KV heads * rows * splits * sequences,), block = (128,)
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
-#include "attention/common/decode.cuh"
+#include "attention/cache/decode.cuh"
 #include "common/reduce.cuh"
 
 constexpr int THREADS = 128, WARPS = 4, KEYS = 4, OWN = HEAD_DIM / 32;  // a lane has OWN columns: lane, lane + 32, ...

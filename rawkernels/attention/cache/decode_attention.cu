@@ -9,7 +9,7 @@
 // Launch:    grid = (KV heads * ceil(rows / 64) * splits * sequences,), block = (128,),
 //            shared = STAGES * 2 * TILE bytes
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
-#include "attention/common/decode.cuh"
+#include "attention/cache/decode.cuh"
 #include "common/mma.cuh"
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "decode_attention.cu: HEAD_DIM is 64, 128 or 256");
