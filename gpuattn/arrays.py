@@ -151,6 +151,13 @@ def check_together(function: str, **arrays: Any) -> None:
         raise ValueError(f"{function}: arrays are on several GPUs: {devices}. Copy them to one.")
 
 
+def check_devices(function: str, arrays: Sequence[Any]) -> None:
+    """Raise ValueError unless all GPU arrays among ``arrays`` are on the same one."""
+    devices = [a.device.id for a in arrays if on_gpu(a)]
+    if len(set(devices)) > 1:
+        raise ValueError(f"{function}: arrays are on several GPUs: {devices}. Copy them to one.")
+
+
 def check_floats(function: str, **arrays: Array | None) -> None:
     """Raise TypeError unless all arrays, or None, have one float dtype."""
     first = None

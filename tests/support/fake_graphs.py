@@ -95,6 +95,10 @@ class Array(fake_cublaslt.Array):
     def data(self):
         return SimpleNamespace(ptr=self.ctypes.data, device_id=self.number)
 
+    @property
+    def device(self):
+        return SimpleNamespace(id=self.number)
+
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
         if out is None:
             return _result(getattr(ufunc, method), *inputs, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16, is_array, on_gpu
+from gpuattn.arrays import BFLOAT16, check_devices, is_array, on_gpu
 from gpuattn.autodiff.arithmetic import by_kernel
 from gpuattn.autodiff.tape import Box, apply, op, raw
 from gpuattn.impls import Call, Impl, Impls
@@ -55,8 +55,11 @@ def compute(function: Callable, *arrays: Any, widen_gpu: bool = False, **params:
     """Return ``function(*arrays)`` in the arrays' own dtype: Python numbers never promote.
 
     16-bit NumPy arrays are computed in float32 and cast once; ``widen_gpu``: 16-bit CuPy arrays
-    too (CuPy has no batched 16-bit matmul).
+    too (CuPy has no batched 16-bit matmul). Raises ValueError for arrays of two GPUs, which CuPy
+    would read from one another.
     """
+    if type(arrays[0]) is not np.ndarray:
+        check_devices("arithmetic", arrays)
     narrow = {a.dtype for a in arrays if is_array(a) and a.dtype in NARROW}
     if not narrow:
         return _as_array(function(*arrays, **params))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fake_graphs import graphs_on
 
 from gpuattn import Tensor, gradcheck, to_cpu
 from gpuattn.autodiff import backward_pass
@@ -191,3 +192,13 @@ def test_unrecorded_einsum_arguments_are_refused():
     x = Tensor(np.eye(3), requires_grad=True)
     with pytest.raises(UnsupportedError, match="letter twice"):
         np.einsum("ii->i", x)
+
+
+def test_arrays_of_two_gpus_are_refused():
+    with graphs_on("9.0") as cp:
+        x, y = (Tensor(cp.full((2, 3), 1, np.float32)) for _ in range(2))
+        np.testing.assert_array_equal((x + y).data, 2)
+        y.data.number = 1
+        for call in (lambda: x + y, lambda: x * y, lambda: x - y):
+            with pytest.raises(ValueError, match=r"on several GPUs: \[[01], [01]\]. Copy them"):
+                call()
