@@ -26,7 +26,7 @@ from gpuattn import arrays
 from gpuattn.arrays import import_cupy, recorders, without_plans
 from gpuattn.cuda.addresses import WORD, Unplaced, addresses_in, extent
 from gpuattn.cuda.driver_launch import DriverLaunch
-from gpuattn.cuda.generated import Code, unpacked
+from gpuattn.cuda.generated import Code, short_dtype, unpacked, write_array
 from gpuattn.cuda.steps import Begin, Deferred, End, Launch, Offer, Product
 from gpuattn.typing import Array
 
@@ -243,18 +243,18 @@ class Recorder:
         and what has no view in ``result`` either lies together.
         """
         cupy, here = import_cupy(), set(self._found((result, *self._handed_on())))
-        names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc, "ndarray": cupy.ndarray}
+        names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc}
         code.values |= names | {"test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0
         for i, (shape, dtype, zeroed) in enumerate(self.allocations, self.inputs):
-            of = f"{code.name('shape', shape)}, {code.name('dtype', _short(dtype))}"
+            of = f"{code.name('shape', shape)}, {code.name('dtype', short_dtype(dtype))}"
             count = math.prod(shape) * dtype.itemsize
             if zeroed or arrays.allocate:
                 code.add(f"x{i} = {'zeros' if zeroed else 'test'}({of})", f"m{i} = x{i}.data")
             elif (i, True) in here or (i, False) in here:
                 code.add(f"m{i} = alloc({code.name('size', count)})")
                 if (i, True) in here:
-                    self._new_array(code, f"x{i}", f"{of}, m{i}")
+                    write_array(code, f"x{i}", f"{of}, m{i}")
             else:
                 apart.append(f"p{i} = together + {code.name('at', size)}")
                 self.together.add(i)
@@ -269,18 +269,6 @@ class Recorder:
         if i < self.inputs:
             return f"x{i}"
         return "memory" if i in self.together else f"m{i}"
-
-    def _new_array(self, code, name, given):
-        """Write what makes a CuPy array ``name`` of the arguments ``given`` of ``cupy.ndarray``."""
-        base = import_cupy().ndarray.__mro__[1]
-        if hasattr(base, "_init"):
-            # what ndarray.__new__() does too, but that passes its arguments on by *args and
-            # **kwargs, which takes 0.3 to 0.5 us. CuPy before 12 has no _init
-            code.values["blank"] = base.__new__
-            rest = ", None" * (4 - given.count(","))  # strides, order: "C" takes longer to read
-            code.add(f"{name} = blank(ndarray)", f"{name}._init({given}{rest})")
-        else:
-            code.add(f"{name} = ndarray({given})")
 
     def _found(self, result):
         """Yield (which array, whether it is the array itself or a view) of arrays in ``result``."""
@@ -359,14 +347,14 @@ class Recorder:
             raise Unplaced
         memory = f"m{place}" if place >= self.inputs else f"x{place}.data"
         given = [
-            code.name("shape", value.shape), code.name("dtype", _short(value.dtype)),
+            code.name("shape", value.shape), code.name("dtype", short_dtype(value.dtype)),
             f"{memory} + {offset}" if offset else memory,
         ]  # fmt: skip
         contiguous = import_cupy().ndarray(value.shape, value.dtype, value.data)
         if value.strides != contiguous.strides:
             given.append(code.name("strides", value.strides))
         view = f"v{len(code.lines)}"
-        self._new_array(code, view, ", ".join(given))
+        write_array(code, view, ", ".join(given))
         return view
 
     def _index(self, value):
@@ -376,11 +364,6 @@ class Recorder:
 
 def _takes_no_counters(step):
     return isinstance(step, Launch) and not step.counted
-
-
-def _short(dtype):
-    """Return what CuPy finds a dtype by the soonest: NumPy's own ones by their letters."""
-    return dtype.char if dtype.isbuiltin == 1 else dtype
 
 
 class Program(NamedTuple):
