@@ -68,7 +68,7 @@ class Signatures:
         Calls differ by the shape, strides, dtype and device of arrays, by other values, by types,
         by whether they are recorded and by ``use_impl``.
         """
-        kinds = _kinds(args), _kinds(kwargs)
+        kinds = _kinds(args), _kinds(kwargs) if kwargs else None
         with self._lock:
             form = self._forms.pop(kinds, None) or self._form(args, kwargs)
             self._forms[kinds] = self.last = form
@@ -80,8 +80,8 @@ class Signatures:
     def _form(self, args, kwargs):
         """Return the Caller of calls like this one."""
         code = Code(
-            start=object(), array=self.cupy.ndarray, recording=tape.is_recording,
-            device=self.cupy.cuda.runtime.getDevice, overrides=overrides.get, Tensor=Tensor,
+            start=object(), recording=tape.is_recording,
+            device=self.cupy.cuda.runtime.getDevice, overrides=overrides.get,
         )  # fmt: skip
         form = _Form(code, self.cupy.ndarray)
         positions, names = self.donated
