@@ -73,16 +73,18 @@ def constants(kind: type[Box]) -> Callable[[Array], Box]:
     return code.function("data")
 
 
-def write_constant(code: Code, kind: type[Box], data: str) -> str:
+def write_constant(code: Code, kind: type[Box], data: str, requires_grad: bool = False) -> str:
     """Write what makes a constant, as in ``constants``, of ``data``; return its name."""
     code.values |= {"new": object.__new__, "kind": kind}
+    box = f"box{len(code.lines)}"
     code.add(
-        "box = new(kind)",
-        f"box.data, box.node, box.index, box.requires_grad = {data}, None, 0, False",
-        "box.grad = box.grad_slot = box._version = None",
-        "box.grad_started = False",
+        f"{box} = new(kind)",
+        f"{box}.data, {box}.node, {box}.index, {box}.requires_grad = "
+        f"{data}, None, 0, {requires_grad}",
+        f"{box}.grad = {box}.grad_slot = {box}._version = None",
+        f"{box}.grad_started = False",
     )
-    return "box"
+    return box
 
 
 class Changed:

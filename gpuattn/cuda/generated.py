@@ -8,6 +8,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from gpuattn.arrays import import_cupy
+
 MOST = 1024  # texts that are kept compiled
 
 
@@ -47,3 +51,23 @@ def _maker(arguments: str, lines: tuple[str, ...], names: tuple[str, ...]) -> Ca
 def unpacked(kind: str, count: int) -> str:
     """Return the names "x0, x1, " that ``count`` values are assigned to."""
     return "".join(f"{kind}{i}, " for i in range(count))
+
+
+def write_array(code: Code, name: str, given: str) -> None:
+    """Write what makes a CuPy array ``name`` of the arguments ``given`` of ``cupy.ndarray``."""
+    array = import_cupy().ndarray
+    base = array.__mro__[1]
+    code.values["ndarray"] = array
+    if hasattr(base, "_init"):
+        # what ndarray.__new__() does too, but that passes its arguments on by *args and
+        # **kwargs, which takes 0.3 to 0.5 us. CuPy before 12 has no _init
+        code.values["blank"] = base.__new__
+        rest = ", None" * (4 - given.count(","))  # strides, order: "C" takes longer to read
+        code.add(f"{name} = blank(ndarray)", f"{name}._init({given}{rest})")
+    else:
+        code.add(f"{name} = ndarray({given})")
+
+
+def short_dtype(dtype: np.dtype) -> Any:
+    """Return what CuPy finds a dtype by the soonest: NumPy's own ones by their letters."""
+    return dtype.char if dtype.isbuiltin == 1 else dtype

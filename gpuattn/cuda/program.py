@@ -16,7 +16,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import import_cupy
 from gpuattn.cuda.addresses import Unplaced
-from gpuattn.cuda.generated import Code, unpacked
+from gpuattn.cuda.generated import Code, short_dtype, unpacked, write_array
 from gpuattn.cuda.recorder import Recorder
 from gpuattn.cuda.steps import Deferred, Launch, Offer, Text
 from gpuattn.typing import Array
@@ -89,19 +89,19 @@ class _Text(Text):
         and what has no view in ``result`` either lies together.
         """
         cupy, here = import_cupy(), set(self._found((result, *self._handed_on())))
-        names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc, "ndarray": cupy.ndarray}
+        names = {"zeros": cupy.zeros, "alloc": cupy.cuda.alloc}
         self.values |= names | {"test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0
         first = self.recorder.inputs
         for i, (shape, dtype, zeroed) in enumerate(self.recorder.allocations, first):
-            of = f"{self.name('shape', shape)}, {self.name('dtype', _short(dtype))}"
+            of = f"{self.name('shape', shape)}, {self.name('dtype', short_dtype(dtype))}"
             count = math.prod(shape) * dtype.itemsize
             if zeroed or arrays.allocate:
                 self.add(f"x{i} = {'zeros' if zeroed else 'test'}({of})", f"m{i} = x{i}.data")
             elif (i, True) in here or (i, False) in here:
                 self.add(f"m{i} = alloc({self.name('size', count)})")
                 if (i, True) in here:
-                    self._new_array(f"x{i}", f"{of}, m{i}")
+                    write_array(self, f"x{i}", f"{of}, m{i}")
             else:
                 apart.append(f"p{i} = together + {self.name('at', size)}")
                 self.together.add(i)
@@ -116,18 +116,6 @@ class _Text(Text):
         if array < self.recorder.inputs:
             return f"x{array}"
         return "memory" if array in self.together else f"m{array}"
-
-    def _new_array(self, name, given):
-        """Write what makes a CuPy array ``name`` of the arguments ``given`` of ``cupy.ndarray``."""
-        base = import_cupy().ndarray.__mro__[1]
-        if hasattr(base, "_init"):
-            # what ndarray.__new__() does too, but that passes its arguments on by *args and
-            # **kwargs, which takes 0.3 to 0.5 us. CuPy before 12 has no _init
-            self.values["blank"] = base.__new__
-            rest = ", None" * (4 - given.count(","))  # strides, order: "C" takes longer to read
-            self.add(f"{name} = blank(ndarray)", f"{name}._init({given}{rest})")
-        else:
-            self.add(f"{name} = ndarray({given})")
 
     def _found(self, result):
         """Yield (which array, whether it is the array itself or a view) of arrays in ``result``."""
@@ -190,14 +178,14 @@ class _Text(Text):
             raise Unplaced
         memory = f"m{place}" if place >= self.recorder.inputs else f"x{place}.data"
         given = [
-            self.name("shape", value.shape), self.name("dtype", _short(value.dtype)),
+            self.name("shape", value.shape), self.name("dtype", short_dtype(value.dtype)),
             f"{memory} + {offset}" if offset else memory,
         ]  # fmt: skip
         contiguous = import_cupy().ndarray(value.shape, value.dtype, value.data)
         if value.strides != contiguous.strides:
             given.append(self.name("strides", value.strides))
         view = f"v{len(self.lines)}"
-        self._new_array(view, ", ".join(given))
+        write_array(self, view, ", ".join(given))
         return view
 
     def _index(self, value):
@@ -220,8 +208,3 @@ class _Text(Text):
         """Return the ids of arrays that may be read once the call has ended."""
         found = {place for place, _ in self._found(self._handed_on())}
         return {id(self.recorder.arrays[i]) for i in found | self.recorder.beside}
-
-
-def _short(dtype):
-    """Return what CuPy finds a dtype by the soonest: NumPy's own ones by their letters."""
-    return dtype.char if dtype.isbuiltin == 1 else dtype

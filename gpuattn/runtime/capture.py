@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn import impls, rng
-from gpuattn.arrays import device_of, on_gpu, rehearsing
+from gpuattn import rng
+from gpuattn.arrays import device_of, on_gpu, rehearsing, unplanned
 from gpuattn.autodiff import frozen, tape
 from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.autodiff.tensor import Tensor
@@ -29,7 +29,7 @@ from gpuattn.runtime import graph_arrays
 from gpuattn.runtime.graph_arrays import HALF, SLOTS, Ring
 from gpuattn.runtime.graph_stream import DeviceStep, GraphStream, without_host_copies
 from gpuattn.runtime.signature import (
-    add_leaves,
+    Signatures,
     filled,
     is_leaf,
     map_leaves,
@@ -62,6 +62,7 @@ class Captured:
         self._seed, self._calls = secrets.randbits(64), 0  # random numbers without manual_seed
         self._warned: set[str] = set()
         self._cupy: Any = None
+        self._signatures: Any = None
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -81,10 +82,10 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cupy = self._cupy or self._find_cupy()
-        if cupy is None or _is_observed() or rng.is_numbered():
+        if cupy is None or (unplanned.get() and _is_observed()) or rng.is_numbered():
             return self.function(*args, **kwargs)
-        leaves: list = []
-        key = self._signature(cupy, args, kwargs, leaves)
+        signatures = self._signatures
+        key, leaves = signatures.last(args, kwargs) or signatures.find(args, kwargs)
         stream = cupy.cuda.get_current_stream()
         if stream.ptr and stream.is_capturing():  # part of that graph
             return self.function(*args, **kwargs)
@@ -108,6 +109,7 @@ class Captured:
         """Return CuPy if the program has imported it and a GPU works, else None."""
         cupy = sys.modules.get("cupy")
         if cupy is not None and cupy.cuda.is_available():
+            self._signatures = Signatures(cupy, self._donated)
             self._cupy = cupy
         return self._cupy
 
@@ -163,21 +165,6 @@ class Captured:
             entry.counter.fill(number)
         entry.next = number + 1
         self._drew()
-
-    # ---- signatures ----
-
-    def _signature(self, cupy, args, kwargs, leaves):
-        """Return the key of a call, and append its arrays and Tensors to ``leaves``."""
-        positions, names = self._donated
-        key = [tape.is_recording(), cupy.cuda.runtime.getDevice()]
-        if overrides := impls.overrides.get():
-            key.append(overrides)
-        for i, value in enumerate(args):
-            add_leaves(cupy.ndarray, value, i in positions, leaves, key)
-        for name, value in kwargs.items():
-            key.append(name)
-            add_leaves(cupy.ndarray, value, name in names, leaves, key)
-        return tuple(key)
 
     # ---- calls that are no replays ----
 
@@ -402,5 +389,5 @@ def _equal(a, b):
 
 
 def _is_observed():
-    """Return whether ops are looked at one by one, or only rehearsed."""
+    """Return whether ops are looked at one by one, or only rehearsed. Nothing has plans then."""
     return rehearsing.get() or frozen.is_debugging() or is_hooked()

@@ -17,9 +17,9 @@ import numpy as np
 
 from gpuattn.arrays import empty_pinned
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.record import Box
+from gpuattn.autodiff.record import write_constant
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.cuda.generated import Code
+from gpuattn.cuda.generated import Code, short_dtype, write_array
 from gpuattn.cuda.gpu import gpu, kernels_refusal
 from gpuattn.cuda.kernels import compile_ahead, kernel
 from gpuattn.errors import KernelCompileError, warn_slow_path
@@ -140,10 +140,7 @@ class Ring:
         It returns the call's result; or, where outputs are left, the list of all, with None there.
         ``given``: the places of ``leaves`` that the graph copies. ``result``: of ``template``.
         """
-        code = Code(
-            slots=self.slots, new=self.cupy.ndarray.__new__, ndarray=self.cupy.ndarray,
-            filled=filled, tensor=_tensor,
-        )  # fmt: skip
+        code = Code(slots=self.slots, filled=filled)
         for word, place in enumerate(given):
             data = "data.data" if type(leaves[place]) is Tensor else "data"
             code.add(f"slots[at + {word}] = leaves[{place}].{data}.ptr")
@@ -154,10 +151,9 @@ class Ring:
                 left.append((number, x, x.nbytes if x.flags.c_contiguous else 0))
                 names.append("None")
                 continue
-            # CuPy finds NumPy's own dtypes sooner by their letters; ndarray() is __new__() alone
-            kind = code.name("dtype", x.dtype.char if x.dtype.isbuiltin == 1 else x.dtype)
+            shape, kind = code.name("shape", x.shape), code.name("dtype", short_dtype(x.dtype))
             names.append(f"x{number}")
-            code.add(f"x{number} = new(ndarray, {code.name('shape', x.shape)}, {kind})")
+            write_array(code, f"x{number}", f"{shape}, {kind}")
             code.add(f"slots[at + {word}] = x{number}.data.ptr")
             word += 1
         outs = f"[{', '.join(names)}]"
@@ -182,7 +178,7 @@ class Ring:
 
 
 def _expression(code, place, outs):
-    """Return the text of ``filled(place, outs, leaves)``. ``outs``: text, "[x0, x1]"."""
+    """Write what makes ``filled(place, outs, leaves)``; return its text. ``outs``: "[x0, x1]"."""
     if type(place) is tuple:
         return f"({''.join(f'{_expression(code, one, outs)}, ' for one in place)})"
     if type(place) is Out and place.leaf >= 0:
@@ -190,12 +186,5 @@ def _expression(code, place, outs):
     if type(place) is Out and place.kind is None:
         return f"x{place.number}"
     if type(place) is Out and place.kind is Tensor:
-        return f"tensor(x{place.number}, {place.requires_grad})"
+        return write_constant(code, Tensor, f"x{place.number}", place.requires_grad)
     return f"filled({code.name('place', place)}, {outs}, leaves)"
-
-
-def _tensor(data, requires_grad):
-    """Return a Tensor of an array that is known to be one."""
-    tensor = object.__new__(Tensor)
-    Box.__init__(tensor, data, None, 0, requires_grad)
-    return tensor

@@ -1,7 +1,8 @@
 """What a captured function takes and returns: arrays and values in tuples, lists and dicts."""
 
 import inspect
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,14 @@ from gpuattn.arrays import on_gpu
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.record import RELEASED
 from gpuattn.autodiff.tensor import Tensor
+from gpuattn.cuda.generated import Code
 from gpuattn.errors import UnsupportedError, problem
+from gpuattn.impls import overrides
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), np.generic, np.dtype)
+MOST_FORMS = 64  # of a function: more than signatures that it keeps
+# of (args, kwargs), (key, leaves) of a call; None for a call of another form
+Caller = Callable[[tuple, dict[str, Any]], Any]
 
 
 def positions_and_names(
@@ -44,40 +50,124 @@ def positions_and_names(
     return positions | {i for i, _ in both}, names | {name for _, name in both}
 
 
-def add_leaves(gpu_array: type, value: Any, donated: bool, leaves: list, key: list) -> None:
-    """Append the arrays and Tensors in ``value`` to ``leaves``, and what identifies it to ``key``.
+class Signatures:
+    """Makes the keys of calls, each form of calls by a function that is written as text.
 
-    ``gpu_array``: the class ``cupy.ndarray``. ``donated``: whether addresses count too.
+    ``donated``: as ``positions_and_names`` returns them; of such arguments addresses count too.
     """
-    kind = type(value)
-    if kind is gpu_array or kind is Tensor or kind is np.ndarray:
-        leaves.append(value)
+
+    def __init__(self, cupy: Any, donated: tuple[set[int], set[str]]) -> None:
+        self.cupy, self.donated = cupy, donated
+        self.last: Caller = _no_form  # of the last form, which most calls have
+        self._forms: dict[tuple, Caller] = {}  # those used last at the end
+        self._lock = threading.Lock()
+
+    def find(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list]:
+        """Return what identifies a call, and its arrays and Tensors; ``last`` does so for others.
+
+        Calls differ by the shape, strides, dtype and device of arrays, by other values, by types,
+        by whether they are recorded and by ``use_impl``.
+        """
+        kinds = _kinds(args), _kinds(kwargs) if kwargs else None
+        with self._lock:
+            form = self._forms.pop(kinds, None) or self._form(args, kwargs)
+            self._forms[kinds] = self.last = form
+            if len(self._forms) > MOST_FORMS:
+                del self._forms[next(iter(self._forms))]
+        # None: another thread has changed a list or dict meanwhile
+        return form(args, kwargs) or self.find(args, kwargs)
+
+    def _form(self, args, kwargs):
+        """Return the Caller of calls like this one."""
+        code = Code(
+            start=object(), recording=tape.is_recording,
+            device=self.cupy.cuda.runtime.getDevice, overrides=overrides.get,
+        )  # fmt: skip
+        form = _Form(code, self.cupy.ndarray)
+        positions, names = self.donated
+        donated = [i in positions for i in range(len(args))] + [name in names for name in kwargs]
+        given = "args"
+        if kwargs:
+            form.refuse_if(f"(*kwargs,) != {code.name('names', (*kwargs,))}")
+            given = "(*args, *kwargs.values())"
+        form.refuse_if(f"{'' if kwargs else 'kwargs or '}len(args) != {len(args)}")
+        form.add_all(given, (*args, *kwargs.values()), donated)
+        key = ", ".join(["start", "recording()", "device()", "overrides() or None", *form.key])
+        code.add(f"return ({key}), [{', '.join(form.leaves)}]")
+        return code.function("args, kwargs")
+
+
+class _Form:
+    """Writes what makes ``key`` and ``leaves``, texts, and returns None where a call differs."""
+
+    def __init__(self, code: Code, gpu_array: type) -> None:
+        self.code, self.gpu_array = code, gpu_array
+        self.key: list[str] = []
+        self.leaves: list[str] = []
+        self.count = 0
+
+    def refuse_if(self, condition: str) -> None:
+        self.code.add(f"if {condition}:", "    return None")
+
+    def add_all(self, given: str, values: Collection, donated: Iterable[bool]) -> None:
+        """Write what signs the ``values`` that the text ``given`` has."""
+        first = self.count
+        self.count += len(values)
+        names = [f"x{i}" for i in range(first, self.count)]
+        if names:
+            self.code.add(f"{', '.join(names)}, = {given}")
+        for name, value, one in zip(names, values, donated, strict=True):
+            self._add(name, value, one)
+
+    def _add(self, x, value, donated):
+        kind = type(value)
+        self.refuse_if(f"type({x}) is not {self.code.name('kind', kind)}")
+        if kind is self.gpu_array or kind is Tensor or kind is np.ndarray:
+            self._add_leaf(x, value, donated)
+        elif kind is dict:
+            self.refuse_if(f"(*{x},) != {self.code.name('keys', (*value,))}")
+            self.add_all(f"{x}.values()", value.values(), [donated] * len(value))
+        elif kind is list or isinstance(value, tuple):
+            self.refuse_if(f"len({x}) != {len(value)}")
+            self.add_all(x, value, [donated] * len(value))
+        elif isinstance(value, float | np.floating):
+            self.key.append(f"{x} or repr({x})")  # 0.0 == -0.0
+        else:
+            self.key.append(x)
+
+    def _add_leaf(self, x, value, donated):
+        self.leaves.append(x)
+        data, kind = x, type(value)
         if kind is Tensor:
-            key.append(value.requires_grad)
-            value = value.data
-        if type(value) is np.ndarray:
-            key += (kind, "numpy")
-            return
-        memory = value.data
-        key += (kind, value.shape, value.strides, value.dtype, memory.device_id)
-        if donated:
-            key.append(memory.ptr)
-    elif kind is dict:
-        key += (kind, *value)
-        for item in value.values():
-            add_leaves(gpu_array, item, donated, leaves, key)
-    elif kind is list or isinstance(value, tuple):
-        key += (kind, len(value))
-        for item in value:
-            add_leaves(gpu_array, item, donated, leaves, key)
-    elif isinstance(value, float | np.floating):
-        key += (kind, value or repr(value))  # 0.0 == -0.0
-    else:
-        key += (kind, value)
+            self.key.append(f"{x}.requires_grad")
+            data, kind = x.replace("x", "data"), type(value.data)
+            self.code.add(f"{data} = {x}.data")
+            self.refuse_if(f"type({data}) is not {self.code.name('kind', kind)}")
+        if kind is not np.ndarray:
+            memory = x.replace("x", "memory")
+            self.code.add(f"{memory} = {data}.data")
+            self.key += [f"{data}.shape", f"{data}.strides", f"{data}.dtype", f"{memory}.device_id"]
+            self.key += [f"{memory}.ptr"] * donated
+
+
+def _no_form(args, kwargs):
+    """The Caller before the first call."""
+
+
+def _kinds(value):
+    """Return what is equal for values that a function of ``Signatures`` takes alike."""
+    kind = type(value)
+    if kind is Tensor:
+        return kind, type(value.data)
+    if kind is dict:
+        return kind, (*value,), tuple([_kinds(item) for item in value.values()])
+    if kind is list or isinstance(value, tuple):
+        return kind, tuple([_kinds(item) for item in value])
+    return kind
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether ``add_leaves`` makes ``value`` a leaf: an array or a Tensor."""
+    """Return whether ``Signatures`` makes ``value`` a leaf: an array or a Tensor."""
     return type(value) is Tensor or type(value) is np.ndarray or on_gpu(value)
 
 
