@@ -27,6 +27,7 @@ POISON = 0xA5  # each byte
 noted = None  # under capture: the operations so far
 queue = None  # inside ``late``: what has to be computed; ``over``: how much was
 over = 0
+held = []  # the arrays of that block: CuPy's pool gives memory away in the order of the stream
 
 
 def do(operation):
@@ -57,6 +58,7 @@ def late():
         run()
     finally:
         queue = None
+        held.clear()
 
 
 def _result(function, *args, **kwargs):
@@ -90,6 +92,10 @@ class Array(fake_cublaslt.Array):
         if memptr is None:
             ctypes.memset(self.ctypes.data, POISON, self.nbytes)
         return self
+
+    def __array_finalize__(self, other):
+        if queue is not None:
+            held.append(self)
 
     @property
     def data(self):
