@@ -4,10 +4,10 @@ import contextlib
 import gc
 import operator
 import re
-import threading
 
 import numpy as np
 import pytest
+from in_threads import in_threads
 
 import gpuattn
 from gpuattn import Tensor, no_grad
@@ -324,11 +324,7 @@ def test_threads_share_plans(xp):
             if not np.array_equal(to_cpu(out.data), wanted[number]):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong
 
 

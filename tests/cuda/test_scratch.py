@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from in_threads import in_threads
 
 from gpuattn.cuda import scratch
 
@@ -101,17 +102,12 @@ def test_a_zeroed_workspace_is_zeroed_once_on_the_stream_of_the_launch(cupy):
 
 
 def test_concurrent_threads_get_one_workspace(cupy, monkeypatch):
-    barrier, allocate = threading.Barrier(4), cupy.memory
+    allocate = cupy.memory
     cupy.cuda.memory.Memory = lambda size: (threading.Event().wait(0.02), allocate(size))[1]
     found = []
 
-    def work():
-        barrier.wait()
+    def work(_):
         found.append(scratch.workspace("a", 100, 0, 1))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert len(found) == 4 and len(set(found)) == 1 and cupy.allocated == 1

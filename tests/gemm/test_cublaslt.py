@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import threading
 
 import fake_cublaslt
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from checks import DTYPES, dtype_of
 from fake_cublaslt import gpu
 from fake_gpu import GPUS
+from in_threads import in_threads
 
 from gpuattn.arrays import batch_invariant, wide
 from gpuattn.autodiff.numpy import products
@@ -287,11 +287,7 @@ def test_threads_do_not_mix_their_biases(fake, rng):
             if (matmul.matmul_activated(x, weight, bias) != want).any():
                 wrong.append(bias)
 
-    threads = [threading.Thread(target=work, args=(gpu(whole(rng, N)),)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [gpu(whole(rng, N)) for _ in range(4)])
     assert not wrong
 
 

@@ -1,10 +1,9 @@
 """Replicas that update alone and step together each H updates."""
 
-import threading
-
 import numpy as np
 import pytest
 from fake_nccl import Meeting, Threads
+from in_threads import in_threads
 from ranks import command_by, train_by
 from stopping import assert_same_bits, assert_same_metrics
 
@@ -59,11 +58,7 @@ def test_a_step_is_one_of_nesterov_by_the_mean_change():
             seen.append(masters.copy())
         found[rank] = start, changes, seen
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, (0, 1))
     (start, one, seen), (_, two, same) = found
     theta, velocity = start.astype(np.float64), np.zeros(start.size)
     for i in range(2):

@@ -1,12 +1,12 @@
 """Functions as CUDA graphs: the values of plain calls, a new graph where anything else changes."""
 
 import contextlib
-import threading
 from unittest import mock
 
 import numpy as np
 import pytest
 from captured import check, full, scaled_class
+from in_threads import in_threads
 
 import gpuattn
 from gpuattn import nn
@@ -303,11 +303,7 @@ def test_threads_share_a_function(cp):
 
     work(1)  # the fake captures one thread at a time
     work(1)
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong and f.graphs == 1
 
 

@@ -2,12 +2,12 @@
 
 import contextlib
 import gc
-import threading
 
 import fake_graphs
 import numpy as np
 import pytest
 from captured import check, full
+from in_threads import in_threads
 
 import gpuattn
 from gpuattn import nn
@@ -184,11 +184,7 @@ def test_threads(cp):
                 stream.synchronize()
             wrong.extend(i for i, x in enumerate(outs) if (to_cpu(x) != i * number + 1).any())
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong and f.graphs == 1 and ring_of(f).sent == 601
 
 

@@ -1,10 +1,10 @@
 """Keys of captured calls: functions written for each form of arguments, against a plain walk."""
 
-import threading
 from collections import namedtuple
 
 import numpy as np
 from captured import full
+from in_threads import in_threads
 
 import gpuattn
 from gpuattn import Tensor
@@ -48,21 +48,8 @@ def random_value(rng, cp, depth):
     if kind == 4:
         return [np.ones(2), Tensor(np.ones(3))][rng.integers(2)]
     if kind < 8:
-        plain = (
-            0.0,
-            -0.0,
-            1.0,
-            1,
-            True,
-            False,
-            0,
-            None,
-            "a",
-            np.float32(0),
-            np.float32(-0.0),
-            (),
-            {},
-        )
+        numbers = 0.0, -0.0, 1.0, 1, True, False, 0, np.float32(0), np.float32(-0.0)
+        plain = *numbers, None, "a", (), {}
         return plain[rng.integers(len(plain))]
     items = [random_value(rng, cp, depth - 1) for _ in range(rng.integers(4))]
     if kind == 8:
@@ -127,20 +114,14 @@ def test_forms_in_turns_keep_their_graphs(cp):
 
 def test_forms_of_several_threads(cp):
     signatures, wrong = Signatures(cp, (set(), set())), []
-    start = threading.Barrier(4)
 
     def call(number):
         x = full(cp, number)
-        start.wait()
         for i in range(300):
             values = [x] * ((number + i) % 9) + [number]
             key, leaves = signatures.last((values,), {}) or signatures.find((values,), {})
             if key[-1] != number or len(leaves) != len(values) - 1:
                 wrong.append(key)
 
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, range(4))
     assert not wrong and len(signatures._forms) == 9
