@@ -20,6 +20,7 @@ from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine import decoder_step
 from gpuattn.engine.cluster_step import ClusterStep, cluster_step_of
 from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
+from gpuattn.engine.projected_attention import blocks_of, projected_attention
 from gpuattn.engine.records import Records
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
@@ -222,11 +223,12 @@ class RowStep:
         norms = iter(layer.norms)
         heads, kv_heads, size = own.heads, own.kv_heads, own.head_dim
 
+        def entering():
+            """Return x with the norm that the next linear layer has before it."""
+            return Stream(x.states, next(norms), x.statistics) if layer.pre_norm else x
+
         def enter(linear):
-            """Return ``linear`` of x after the norm that it has there."""
-            if not layer.pre_norm:
-                return self._linear(x, linear)
-            return self._linear(Stream(x.states, next(norms), x.statistics), linear)
+            return self._linear(entering(), linear)
 
         def leave(inside, linear):
             inside = Stream(inside.reshape(self.rows, -1))
@@ -237,23 +239,36 @@ class RowStep:
         q, k, v = map(raw, split_heads(enter(own.qkv).reshape(self.rows, 1, -1), counts, size))
         x = leave(raw(cache.attend(q, k, v, settled=True)), own.out)  # row_linear is before it
         if memory is not None:
-            cross, (keys, values) = layer.cross_attention, memory
-            q = enter(cross.q).reshape(len(keys), -1, cross.heads, cross.head_dim)
-            x = leave(raw(memory_attention(q, keys, values, self.lengths)), cross.out)
+            x = leave(self._remember(entering(), layer.cross_attention, *memory), layer.cross_attention.out)
         return leave(enter(forward.inner), forward.out)
+
+    def _remember(self, x, cross, keys, values):
+        """Return the attention of a layer's queries over the memory of each sentence."""
+        sentences, room = keys.shape[:2]
+        if blocks := blocks_of(x.states, sentences, cross, keys):
+            return projected_attention(
+                x.states, *self._folded_into(cross.q, x), keys, values, self.lengths,
+                eps=1e-5 if x.norm is None else x.norm.eps, blocks=blocks,
+            )  # fmt: skip
+        q = self._linear(x, cross.q).reshape(sentences, -1, cross.heads, cross.head_dim)
+        return raw(memory_attention(q, keys, values, self.lengths))
+
+    def _folded_into(self, linear, x):
+        """Return weight, bias, ``folded`` and statistics for ``linear`` of the Stream x."""
+        if x.norm is None:
+            return raw(linear.weight), None if linear.bias is None else raw(linear.bias), None, None
+        return self._folded[id(linear)][0], None, self._folded[id(linear)][1], x.statistics
 
     def _linear(self, x, linear, residual=None):
         """Return ``activation(x weight^T + bias)``; with a residual the sum, and its statistics."""
-        weight, bias, norm = linear.weight, linear.bias, x.norm
-        folded = known = gain = shift = None
-        if norm is not None:
-            (weight, folded), bias, known = self._folded[id(linear)], None, x.statistics
+        weight, bias, folded, known = self._folded_into(linear, x)
+        norm, gain, shift = x.norm, None, None
         if residual is not None and residual.norm is not None:
             norm, known = residual.norm, residual.statistics
             gain, shift = norm.weight, norm.bias
-        bias, gain, shift = (None if a is None else raw(a) for a in (bias, gain, shift))
+        gain, shift = (None if a is None else raw(a) for a in (gain, shift))
         out, found = row_linear(
-            x.states, raw(weight), bias, folded=folded, statistics=known, gain=gain, shift=shift,
+            x.states, weight, bias, folded=folded, statistics=known, gain=gain, shift=shift,
             residual=None if residual is None else residual.states, activation=linear.activation,
             eps=1e-5 if norm is None else norm.eps,
         )  # fmt: skip

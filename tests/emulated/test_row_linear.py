@@ -4,6 +4,7 @@ import emulator
 import numpy as np
 import pytest
 from checks import sampled
+from norms_of_rows import folded_norm, norm, parts_of, wide
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda.tensor_maps import tensor_map
@@ -16,23 +17,6 @@ def shared_bytes(rows, outputs, splits, stages):
     end = 1024 + stages * 128 * (rows + outputs) + 16 * outputs + 8 * (rows // splits)
     sums = (2 if rows == 64 and outputs == 32 else 1) * rows * outputs // 64 * 272
     return 1024 + end + (sums if splits > 1 else 0)
-
-
-def wide(x):
-    return x.astype(np.float64)
-
-
-def parts_of(x, count):
-    """Return (rows, count, 2): means and squared distances of equal parts of rows."""
-    x = x.astype(np.float64).reshape(len(x), count, -1)
-    mean = x.mean(-1)
-    return np.stack([mean, ((x - mean[..., None]) ** 2).sum(-1)], -1).astype(np.float32)
-
-
-def norm(x, gain, shift):
-    x = x.astype(np.float64)
-    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / np.sqrt(variance + 1e-5) * gain + shift
 
 
 CASES = [
@@ -76,14 +60,9 @@ def test_against_float64(dtype, tile, shape, activation, norms, direct):
     weight = (weight.astype(np.float32) * inputs**-0.5).astype(dtype)
     gains, shifts = draw(max(inputs, outputs)), draw(max(inputs, outputs))
     if of_x:
-        gain, shift = wide(gains[:inputs]), wide(shifts[:inputs])
-        folded_weight = (weight.astype(np.float32) * gains[:inputs].astype(np.float32)).astype(
-            dtype
-        )
-        folded = np.stack(
-            [wide(bias) + wide(weight) @ shift, wide(folded_weight).sum(-1)], -1
-        ).astype(np.float32)
-        normed = norm(x, gain, shift)
+        gain, shift = gains[:inputs], shifts[:inputs]
+        folded_weight, folded = folded_norm(weight, bias, gain, shift)
+        normed = norm(x, wide(gain), wide(shift))
     else:
         folded_weight, folded, normed = weight, None, wide(x)
     want = normed @ wide(weight).T + wide(bias)

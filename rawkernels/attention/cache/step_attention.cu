@@ -24,6 +24,7 @@
 //            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). HEADS KV heads of a sentence per block.
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+#include "attention/cache/columns.cuh"
 #include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/math.cuh"
@@ -67,18 +68,6 @@ __device__ void load_value(u32 (&words)[WORDS], const scalar* from) {
             words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
         }
     }
-}
-
-// The maximum, or the sum, over the lanes with the same columns.
-__device__ float most_of_columns(float x) {
-#pragma unroll
-    for (int lane = 4; lane < 32; lane <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
-    return x;
-}
-__device__ float sum_of_columns(float x) {
-#pragma unroll
-    for (int lane = 4; lane < 32; lane <<= 1) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
 }
 
 // acc += a word of 16 values, by weights of 8 columns.
