@@ -61,6 +61,17 @@ def test_largest_batch(tmp_path):
         assert row["planned_bytes"] > 0 and row["losses"][-1] < row["losses"][0]
 
 
+def test_own_model(tmp_path):
+    output = smoke("own_model.py", "--json", tmp_path / "out.json")
+    sizes = json.loads((tmp_path / "out.json").read_text())["sizes"]
+    assert [size["case"]["flags"]["model"] for size in sizes] == ["example", "gpt2-124m"]
+    for size in sizes:
+        assert size["losses"]["one call"] == size["losses"]["plain loop"]
+        own, other = (size["tokens_per_s"][name] for name in ("one call", "gpuattn train"))
+        assert size["ratios"]["one call / gpuattn train"] == own / other
+    assert output.count("one call / gpuattn train: ") == 2
+
+
 def test_shakespeare(tmp_path):
     output = smoke("shakespeare.py", "--seeds", "3", "--json", tmp_path / "out.json")
     assert re.search(r"seed 3: loss \d\.\d{4} .* at update [24]; ", output)
