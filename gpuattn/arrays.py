@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -146,15 +146,13 @@ def check_together(function: str, **arrays: Any) -> None:
             f"{function}: {there} on the GPU but {here} in host memory. "
             "Move them with gpuattn.to_gpu(x) or gpuattn.to_cpu(x)."
         )
-    devices = {name: a.device.id for name, a in gpu.items()}
+    check_devices(function, gpu)
+
+
+def check_devices(function: str, arrays: Mapping[Any, Any]) -> None:
+    """Raise ValueError unless those of ``arrays`` (by name or place) on a GPU share one."""
+    devices = {name: a.device.id for name, a in arrays.items() if on_gpu(a)}
     if len(set(devices.values())) > 1:
-        raise ValueError(f"{function}: arrays are on several GPUs: {devices}. Copy them to one.")
-
-
-def check_devices(function: str, arrays: Sequence[Any]) -> None:
-    """Raise ValueError unless all GPU arrays among ``arrays`` are on the same one."""
-    devices = [a.device.id for a in arrays if on_gpu(a)]
-    if len(set(devices)) > 1:
         raise ValueError(f"{function}: arrays are on several GPUs: {devices}. Copy them to one.")
 
 

@@ -58,8 +58,9 @@ def compute(function: Callable, *arrays: Any, widen_gpu: bool = False, **params:
     too (CuPy has no batched 16-bit matmul). Raises ValueError for arrays of two GPUs, which CuPy
     would read from one another.
     """
-    if type(arrays[0]) is not np.ndarray:
-        check_devices("arithmetic", arrays)
+    # beside a NumPy array there are no others, which CuPy refuses; the first may be a number
+    if type(arrays[0]) is not np.ndarray and type(arrays[-1]) is not np.ndarray:
+        check_devices("arithmetic", dict(enumerate(arrays)))
     narrow = {a.dtype for a in arrays if is_array(a) and a.dtype in NARROW}
     if not narrow:
         return _as_array(function(*arrays, **params))

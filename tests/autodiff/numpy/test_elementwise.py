@@ -200,5 +200,5 @@ def test_arrays_of_two_gpus_are_refused():
         np.testing.assert_array_equal((x + y).data, 2)
         y.data.number = 1
         for call in (lambda: x + y, lambda: x * y, lambda: x - y):
-            with pytest.raises(ValueError, match=r"on several GPUs: \[[01], [01]\]. Copy them"):
+            with pytest.raises(ValueError, match=r"several GPUs: {0: [01], 1: [01]}. Copy them"):
                 call()
