@@ -39,7 +39,6 @@ from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.graphs import warn
 
 SCORED_TOKENS = 8192  # of a batch of pairs to score, on each side
-EMPTY = Hypothesis([], 0.0, 0.0, False)  # a text whose limit is 0
 
 
 class Engine:
@@ -117,7 +116,7 @@ class Engine:
 
         Arguments and errors: those of ``translations``.
         """
-        found: list = [[]] * len(sources)
+        found: list[list[Hypothesis]] = [[] for _ in sources]
         for chosen, hypotheses in self.translations(sources, limits=limits, **options):
             for i, best in zip(chosen, hypotheses, strict=True):
                 found[i] = best
@@ -147,7 +146,7 @@ class Engine:
         order = list(range(len(limits)))
         if 0 in limits:
             empty, order = [i for i in order if limits[i] == 0], [i for i in order if limits[i]]
-            yield empty, [[EMPTY]] * len(empty)
+            yield empty, [[_no_text()] for _ in empty]
         order.sort(key=lengths.__getitem__, reverse=True)
         requests = [Request(sources[i], limits[i], prefixes[i], 0, None, i) for i in order]
         for plan, alike in self._plans.of_sources(requests, bos, options, batch_tokens):
@@ -187,9 +186,9 @@ class Engine:
             found = generation.on_host(self.model, prompts, limits, numbers, key, asdict(options))
             for i, text in enumerate(found):
                 if tell and text.tokens:
-                    tell(i, text.tokens)
+                    tell(i, list(text.tokens))
             return found
-        results: list = [EMPTY] * len(prompts)
+        results = [_no_text() for _ in prompts]
         order = [i for i, limit in enumerate(limits) if limit]
         order.sort(key=lambda i: len(arrays[i]) + limits[i], reverse=True)
         requests = [Request(arrays[i], limits[i], (), numbers[i], key, i) for i in order]
@@ -373,7 +372,7 @@ class Engine:
 
     def _over(self):
         handle = Handle(self._runner.cancel)
-        handle.finish("done", [EMPTY])
+        handle.finish("done", [_no_text()])
         return handle
 
     def _called(self, search):
@@ -386,3 +385,8 @@ class Engine:
         request.owner = handle
         self._runner.submit(Queued(plan, request, priority, self._searches.event()))
         return handle
+
+
+def _no_text():
+    """Return a text whose limit is 0, with a list of its own."""
+    return Hypothesis([], 0.0, 0.0, False)

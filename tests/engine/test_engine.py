@@ -225,3 +225,17 @@ def test_slots_are_refilled_on_any_device(model):
     assert [[h.tokens for h in best] for best in again] == [
         [h.tokens for h in best] for best in found
     ]
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_every_result_has_lists_of_its_own(model):
+    sources, limits = [[5], [6, 7], [5], []], [0, 3, 0, 0]
+    options, lists = {"bos": BOS, "eos": EOS, "beam": 2}, []
+    with Engine(model) as engine:
+        for on_gpu in (engine.on_gpu, True):
+            engine.on_gpu = on_gpu
+            found = engine.translate(sources, limits=limits, **options)
+            handles = [engine.submit([5], limit=0, **options) for _ in range(2)]
+            found += [handle.result() for handle in handles]
+            lists += [*found, *(text.tokens for best in found for text in best)]
+    assert len({id(one) for one in lists}) == len(lists)

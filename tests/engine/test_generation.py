@@ -194,3 +194,13 @@ def test_equal_prompts_are_computed_once(model):
     settings = {"eos": None, **draws}
     want = [alone(model, prompt, 9, key, i, settings) for i, prompt in enumerate(prompts)]
     check([texts[0] for texts in found], want)
+
+
+def test_every_text_and_what_is_told_have_lists_of_their_own(model):
+    told, found, engine = [], [], Engine(model)
+    prompts, limits = [[5], [6, 7], [5], [8]], [0, 3, 0, 2]
+    for on_gpu in (engine.on_gpu, True):
+        engine.on_gpu = on_gpu
+        found += engine.generate(prompts, limits=limits, tell=lambda *each: told.append(each))
+    lists = [*(tokens for _, tokens in told), *(text.tokens for text in found)]
+    assert len({id(one) for one in lists}) == len(lists) > 8
