@@ -231,6 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         if (thread == 0 && n + 2 < layers) load_tails(n + 2, shared.at<Layer>(AT_LAYERS)[n + 2]);
     }
     if (sent) events.wait(shared, STATES, states_bytes);
+    // From here on a block may end, without a barrier of the cluster: it has waited for all bytes of every event that others
+    // ever send to it, and nobody reads its shared memory. So nothing is on its way to a block that has ended.
     // ---- the norm behind the layers: a row by a warp
 #pragma unroll 1
     for (int row = rank + shared.warp * CLUSTER; row < rows; row += CLUSTER * WARPS) {
@@ -268,6 +270,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             store_pack(out + (long long)(first_row + row) * WIDTH + column, x[i]);
         }
     }
-    cluster_arrive_relaxed();  // no block ends while others send to it
-    cluster_wait();
 }
