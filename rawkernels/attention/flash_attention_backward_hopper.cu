@@ -291,7 +291,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) keep_live(p[h]); keep_live(ds[h]); }
             if (EXTRAS) release_loaded(q_empty, part | block);  // not NONE; freed would spill
-            else release(freed(q_empty, part | block, zero_of(a)));
+            else release(freed(q_empty, part | block, unknown_zero(a.queries)));
             release(grad_empty);
         }
         if (!ROOM) stage_dq(m, dq[0], 0);
@@ -373,7 +373,8 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW) + 64 * w;
         const int key_rows = field(tile, KEY_ROWS) - field(tile, FIRST);
         __syncwarp();
-        release(freed(m.k_empty, kv_head | batch | at | key_rows, zero_of(a)));  // keys and the tile's fields have been read
+        // keys and the tile's fields have been read
+        release(freed(m.k_empty, kv_head | batch | at | key_rows, unknown_zero(a.queries)));
         // dV is staged in this warpgroup's part of the values, dK in its part of dS
         const bool whole = !a.cu_q || key_rows >= BN;
         u32 rounded[WIDTH / 16][4];

@@ -111,9 +111,6 @@ __device__ __forceinline__ u32 words_full(u32 shared, int i) {
 }
 __device__ __forceinline__ void wait_for_words(u32 shared, int i) { mbar_wait(words_full(shared, i), i / WORD_STAGES & 1); }
 
-// For freed: a length is never negative.
-__device__ __forceinline__ u32 zero_of(const Attention& a) { return unknown_zero(a.queries); }
-
 __device__ __forceinline__ void publish_tile(u32 shared, int round, const Tile& t, int first_key) {
     const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
 #pragma unroll
@@ -131,7 +128,7 @@ __device__ __forceinline__ Tile receive_tile(u32 shared, int round, int& first_k
 // The barrier at which a reader of the fields arrives.
 __device__ __forceinline__ u32 tile_read(u32 shared, int round, const Tile& t, const Attention& a) {
     const u32 loaded = t.first | t.head | t.number | t.queries | t.keys | t.offset | t.first_query;
-    return freed(shared + TILE_EMPTY + 8 * (round & 1), loaded, zero_of(a));
+    return freed(shared + TILE_EMPTY + 8 * (round & 1), loaded, unknown_zero(a.queries));
 }
 
 // The rotation of a tile's groups of 64 queries over the warpgroups. Tiles that are not full are rotated, so that short
@@ -200,7 +197,7 @@ __device__ __forceinline__ void load_bias(u32 (&bias)[BN / 16][4], const Rows& r
         loaded |= bias[k][0];
     }
     __syncwarp();
-    release(freed(biases.empty(used), loaded, zero_of(a)));
+    release(freed(biases.empty(used), loaded, unknown_zero(a.queries)));
 }
 
 // Turns the products of key block n, number `used` in the ring, into weights, of both rows or (SPLIT_SOFTMAX) of the first.

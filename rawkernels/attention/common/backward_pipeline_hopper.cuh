@@ -66,9 +66,6 @@ constexpr u32 FRESH = 1u << 31;  // bit of PART: store to it instead of adding
 
 using Ring = PipelineState<STAGES>;
 
-// For freed: a length is never negative.
-__device__ __forceinline__ u32 zero_of(const Attention& a) { return unknown_zero(a.queries); }
-
 // The tile of a round: double-buffered.
 __device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
 
