@@ -11,15 +11,17 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype
+from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 
 FILE = "attention/cache/projected_attention.cu"
 HEAD_DIMS, WARPS, COLUMNS = (32, 64), (1, 2, 4, 6, 8, 12), 8  # COLUMNS: beams at most
-SHARED_BYTES = 232448 - 1024  # of a block at most
+SHARED_BYTES, ALL_SHARED = 232448, 233472  # of a block at most, of a multiprocessor
+AT_ONCE, ENOUGH = 16, 7  # warps of a multiprocessor: as registers allow, that keep it busy
 
 
 class Blocks(NamedTuple):
-    """What a block has: ``rows`` of the kernel, 8 or 16, and sentences."""
+    """What a block has: at most ``rows`` rows, 8 or 16, of ``sentences`` sentences."""
 
     rows: int
     sentences: int
@@ -31,14 +33,17 @@ def blocks_of(x: Any, sentences: int, cross: Any, keys: Any) -> Blocks | None:
     ``x``: the states (rows, width); ``cross``: a layer's attention over the memory ``keys``.
     """
     (rows, width), (room, heads, head_dim) = x.shape, keys.shape[1:]
-    beam, warps = rows // sentences, width // 64
+    beam, warps, cores = rows // sentences, width // 64, gpu(x.device.id).multiprocessors
     if heads != cross.heads or head_dim not in HEAD_DIMS or warps not in WARPS or beam > COLUMNS:
         return None
-    for most in (16, 8):
-        blocks = Blocks(most, most // beam)
-        if blocks.sentences and shared_bytes(blocks, warps, head_dim, room) <= SHARED_BYTES:
-            return blocks
-    return None
+    few, many = (Blocks(most, most // beam) for most in (8, 16))
+    # blocks of 16 rows load weights half as often: where all run at once and are enough
+    count = heads * -(-sentences // many.sentences)
+    shared = shared_bytes(many, warps, head_dim, room)
+    at_once = min(AT_ONCE // warps or 1, ALL_SHARED // (shared + 1024)) * cores
+    chosen = many if ENOUGH * cores <= count * warps and count <= at_once else few
+    fits = shared_bytes(chosen, warps, head_dim, room) <= SHARED_BYTES
+    return chosen if fits else None
 
 
 def shared_bytes(blocks: Blocks, warps: int, head_dim: int, room: int) -> int:

@@ -239,7 +239,8 @@ class RowStep:
         q, k, v = map(raw, split_heads(enter(own.qkv).reshape(self.rows, 1, -1), counts, size))
         x = leave(raw(cache.attend(q, k, v, settled=True)), own.out)  # row_linear is before it
         if memory is not None:
-            x = leave(self._remember(entering(), layer.cross_attention, *memory), layer.cross_attention.out)
+            cross = layer.cross_attention
+            x = leave(self._remember(entering(), cross, *memory), cross.out)
         return leave(enter(forward.inner), forward.out)
 
     def _remember(self, x, cross, keys, values):

@@ -10,8 +10,11 @@
 //
 // A block multiplies 64 rows with OUTPUTS outputs over a part of the depth; SPLITS blocks, a cluster, have all of it. Each
 // sends its sums to the blocks that finish those rows. Weights do not change while texts are decoded, so their first stages
-// are loaded before the wait for the kernel before, beside whose blocks this one's may run: what wrote weights is over, as the
-// kernel before is another one, row_embedding at least, and has itself waited when it lets this one start.
+// are loaded before the wait for the kernel before, beside whose blocks this one's may run: what wrote weights is over, as
+// row_embedding or an attention is among the kernels before, and has itself waited when it lets the next one start.
+//
+// With up to EAGER rows the next kernel may start as soon as all blocks of this one have, not after its wait: it has more
+// time to load weights, keys and values. With more rows its blocks would take room from kernels that still compute.
 //
 // With SHARE > 1 a cluster has the same outputs for SHARE times 64 rows, of which the last blocks may have none: each block
 // loads its part of a stage's weights into all of them. A stage is loaded again once all blocks have freed it.
@@ -29,7 +32,7 @@
 #include "common/wgmma.cuh"
 #include "linear/gelu.cuh"
 
-constexpr int ROWS = 64;                                      // of a block
+constexpr int ROWS = 64, EAGER = 128;                         // ROWS: of a block
 constexpr int CONSUMERS = 256, THREADS = 320, LOADER = 8;     // a warp that loads, then one for statistics of rows
 constexpr bool HALVES = OUTPUTS == 32;                        // the two warpgroups have halves of a stage's depth, else of columns
 constexpr int OWN = HALVES ? OUTPUTS : OUTPUTS / 2;           // columns of a warpgroup
@@ -155,9 +158,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
                 if (x) tma_load(to, x_map, full, first_k + 64 * step, first, 0, 0);
             };
             const int ahead = min(STAGES, steps);
+            if (rows <= EAGER) grid_launch_dependents();
             for (int step = 0; step < ahead; ++step) load(step, false, true);
             grid_dependency_wait();
-            grid_launch_dependents();
+            if (rows > EAGER) grid_launch_dependents();
             for (int step = 0; step < ahead; ++step) load(step, true, false);
             for (int step = STAGES; step < steps; ++step) {
                 mbar_wait(shared + EMPTY + 8 * (step % STAGES), (step / STAGES - 1) & 1);

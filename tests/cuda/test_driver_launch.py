@@ -15,6 +15,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, driver_launch, kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
+from gpuattn.engine.projected_attention import Blocks, projected_attention
 from gpuattn.engine.row_step import row_embedding, row_linear
 from gpuattn.ops.attention import hopper_head
 from gpuattn.ops.attention.step_attention import step_attention
@@ -271,6 +272,13 @@ def row_product(x, y, v):
     return row_products.IMPLS[0].forward(*given, needs=(False,) * 6, **params)[0]
 
 
+def attention_over_memories(x, y, lengths):
+    rows, weight = x.reshape(-1, 64)[:16], y.reshape(-1, 64)[:64]
+    memory = y.ravel()[: 16 * 9 * 64].reshape(16, 9, 2, 32)
+    own = rows, weight, None, None, None, memory, memory, lengths[:16]
+    return projected_attention(*own, eps=1e-5, blocks=Blocks(8, 8))
+
+
 CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores and tokens
     "sum": lambda x, matrix, *_: by_kernel(np.add, x, matrix),
     "softmax": lambda x, *_: gpuattn.softmax(x),
@@ -295,6 +303,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "row_linear": lambda x, y, *_: row_linear(
         x.reshape(-1, 64)[:100], y.reshape(-1, 64)[:128], residual=x.reshape(-1, 128)[:100]
     ),
+    "projected_attention": lambda x, y, _, __, lengths: attention_over_memories(x, y, lengths),
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
     "gelu, gradient of a product": lambda x, y, *_: hopper.backward(

@@ -30,11 +30,12 @@ LIBRARY = {
     "decoder_step",
     "pack_weights",
     "row_linear",
+    "projected_attention",
     "fold_norm",
 }  # other ops do it on other GPUs
 
 # kernels that may load before they wait, see the headers, and how often their text waits
-AHEAD = {"row_linear": 3, "step_attention": 2}
+AHEAD = {"row_linear": 3, "step_attention": 2, "projected_attention": 1}
 
 SPILLED = {
     "attention/flash_attention_forward_ampere.cu": {
@@ -49,6 +50,7 @@ SPILLED = {
         "sm_121": 4,
     },
     "attention/cache/decode_attention.cu": {"sm_75": 12, "sm_120": 4, "sm_121": 4},
+    "attention/cache/projected_attention.cu": {"sm_90a": 4},
     "attention/cache/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 60},
     "decoder/decoder_step.cu": {"sm_90a": 64},
 }  # fmt: skip

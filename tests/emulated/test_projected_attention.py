@@ -4,6 +4,7 @@ import emulator
 import numpy as np
 import pytest
 from checks import sampled
+from memory_formula import attention
 from norms_of_rows import folded_norm, norm, parts_of, wide
 
 from gpuattn.arrays import BFLOAT16
@@ -20,17 +21,6 @@ CASES = [  # sentences, beam, of a block; heads, head size, inputs; room; has a 
     (17, 1, 16, (1, 32, 384), 16, True),
     (3, 3, 1, (1, 64, 768), 50, True),
 ]
-
-
-def attention(queries, keys, values, lengths):
-    """Return the attention of queries (N, K, H, D) over the first ``lengths`` of each memory."""
-    out = np.empty(queries.shape)
-    for n, length in enumerate(lengths):
-        logits = np.einsum("khd,shd->hks", queries[n], keys[n, :length]) * keys.shape[-1] ** -0.5
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        out[n] = np.einsum("hks,shd->khd", weights, values[n, :length])
-    return out
 
 
 @pytest.mark.parametrize("dtype, sentences, beam, per_block, sizes, room, normed", sampled(

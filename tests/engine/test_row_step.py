@@ -1,5 +1,7 @@
 """A decoding step by ``row_linear``: its order of norms and sums on NumPy, its numbers on a GPU."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from checks import dtype_of
@@ -14,11 +16,13 @@ from decoder_steps import (
 )
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
+from memory_formula import attention
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.engine import Engine, row_step
 from gpuattn.engine.cluster_step import ClusterStep
 from gpuattn.engine.decoder_step import DecoderStep
+from gpuattn.engine.projected_attention import blocks_of
 from gpuattn.engine.row_step import RowStep
 from gpuattn.ops.embedding import embedding
 
@@ -69,6 +73,15 @@ def on_host(
     return y, statistics_of(y)
 
 
+def attention_on_host(
+    x, weight, bias, folded, statistics, keys, values, lengths, *, eps, blocks
+):  # fmt: skip
+    assert blocks == "as a test chose"
+    queries, _ = on_host(x, weight, bias, folded=folded, statistics=statistics, eps=eps)
+    queries = queries.reshape(len(keys), -1, *keys.shape[2:])
+    return attention(queries, keys, values, lengths).astype(np.float32)
+
+
 def embedding_on_host(
     tokens, positions, weight, position_weight=None, *, scale=1.0, used=None, measured=True
 ):  # fmt: skip
@@ -90,8 +103,11 @@ class OnHost(RowStep):
         return np.zeros((), row_step.FOLDING)
 
 
+@pytest.mark.parametrize("blocks", [None, "as a test chose"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_order_of_norms_and_sums(name, monkeypatch):
+def test_the_order_of_norms_and_sums(name, blocks, monkeypatch):
+    monkeypatch.setattr(row_step, "blocks_of", lambda *_: blocks)
+    monkeypatch.setattr(row_step, "projected_attention", attention_on_host)
     monkeypatch.setattr(row_step, "row_linear", on_host)
     monkeypatch.setattr(row_step, "row_embedding", embedding_on_host)
     case = CASES[name]
@@ -118,6 +134,23 @@ def test_tiles(rows, outputs, inputs, tile):
 @pytest.mark.parametrize("tile", [tile for _, *tiles in row_step.TILES for tile in tiles])
 def test_a_cluster_shares_weights_or_the_depth(tile):
     assert 1 in (tile.splits, tile.share) and tile.outputs % (8 * tile.share) == 0
+
+
+@pytest.mark.parametrize("rows, beam, heads, size, room, found", [
+    (128, 1, 8, 64, 32, (8, 8)), (128, 4, 8, 64, 32, (8, 2)), (256, 4, 8, 64, 32, (16, 4)),
+    (512, 4, 8, 64, 32, (16, 4)), (512, 1, 8, 64, 32, (8, 8)), (512, 4, 4, 64, 32, (8, 2)),
+    (15, 5, 8, 64, 100, (8, 1)), (128, 1, 8, 64, 112, None), (18, 9, 8, 64, 32, None),
+    (128, 1, 4, 128, 32, None), (128, 2, 5, 64, 32, None), (64, 2, 2, 32, 9, (8, 4)),
+])  # fmt: skip
+def test_blocks_of_attention_over_memories(rows, beam, heads, size, room, found):
+    with launches_on(GPUS["9.0"]):
+        x = as_array(np.zeros((rows, heads * size), np.float16))
+        keys = as_array(np.zeros((rows // beam, room, heads, size), np.float16))
+        blocks = blocks_of(x, rows // beam, SimpleNamespace(heads=heads), keys)
+    assert blocks == found
+    grouped = SimpleNamespace(heads=2 * heads)
+    with launches_on(GPUS["9.0"]):
+        assert blocks_of(x, rows // beam, grouped, keys) is None
 
 
 REFUSALS = [  # settings of GPT-2, rows, dtype, GPU, what is said
@@ -165,7 +198,14 @@ def test_which_step_a_search_has():
         ):  # fmt: skip
             case = Case(sentences, 3, {**PRE, "d_model": 128})
             search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
-            assert type(row_step.step_of(search.model, *search.own, **more)) is kind
+            step = row_step.step_of(search.model, *search.own, **more)
+            assert type(step) is kind
+            if kind is RowStep:
+                noted.clear()
+                step()
+                names = [x.name for x in noted]
+                assert names.count("projected_attention") == 2
+                assert names.count("row_linear") == 2 * 5
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

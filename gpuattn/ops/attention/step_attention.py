@@ -26,6 +26,7 @@ COLUMNS = 8  # of a block: pairs of a beam and a head
 HEAD_DIMS = 32, 64, 128
 PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
+FEW_KEYS = 96  # of a text at most, for two warps of a head; measured with 64
 BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
 APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
 
@@ -43,10 +44,10 @@ def step_attention(
     b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. Or, instead of
     ``slots``, ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D), page a
     multiple of 16, and key j of row n is in row j % page of page ``page_table[n, j // page]``; rows
-    may share pages, but that of a new key is written. ``settled``: the launch before this one
-    writes neither the caches nor ``key_counts``, ``slots`` or ``page_table``, so they may be read
-    beside it. Returns (N, 1, H, D). Raises ValueError for shapes that do not fit, TypeError for
-    dtypes. There is no gradient.
+    may share pages, but that of a new key is written. ``settled``: what wrote the caches,
+    ``key_counts``, ``slots`` and ``page_table`` was over when the launch before this one began, so
+    they may be read beside that. Returns (N, 1, H, D). Raises ValueError for shapes that do not
+    fit, TypeError for dtypes. There is no gradient.
     """
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     tables = {"slots": slots, "page_table": page_table}
@@ -122,19 +123,22 @@ def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, set
 def _warps_and_heads(blocks, kv_heads, head_dim, beam, room, multiprocessors):
     """Return the warps of a head and the heads of a block; ``blocks``: if it has one head.
 
-    A warp takes 16 keys at a time. Few blocks have more warps, which changes the order of sums, so
-    not under ``batch_invariant``. With beams the heads of a block share the list of rows.
+    A warp takes 16 keys at a time. Few blocks have more warps, and many of short texts fewer, so
+    that all run at once. That changes the order of sums, so not under ``batch_invariant``. With
+    beams the heads of a block share the list of rows.
     """
     at_once = 12 if head_dim == 128 else 24  # warps of a multiprocessor, by their registers
-    few = not arrays.batch_invariant.get()
+    chosen = not arrays.batch_invariant.get()
     if beam > 1:
         many = kv_heads % 4 == 0 and head_dim < 128 and blocks >= 4 * multiprocessors
         shared = 4 if many else 1
-        return (4 if few and shared == 1 else 2), shared
-    for warps in (16, 8) if few else ():
+        return (4 if chosen and shared == 1 else 2), shared
+    for warps in (16, 8) if chosen else ():
         fits = warps * head_dim <= 1024 and blocks <= multiprocessors * (at_once // warps)
         if fits and room >= 8 * warps:
             return warps, 1
+    if chosen and head_dim < 128 and room <= FEW_KEYS and blocks >= 2 * multiprocessors:
+        return 2, 1
     return 4, 1
 
 
@@ -165,9 +169,9 @@ def memory_attention(q: Any, k: Any, v: Any, key_lengths: Any) -> Any:
     """Return the attention of the queries of a step over memories that no step changes.
 
     ``q``: (N, K, H, D), K beams of each of N sentences; ``k``, ``v``: (N, S, Hk, D), contiguous;
-    ``key_lengths``: int32 (N,), 1 to S. The launch before this one must not write keys, values or
-    lengths: they are read beside it. Returns (N, K, H, D). Where the kernel does not take them, by
-    ``flash_attention``.
+    ``key_lengths``: int32 (N,), 1 to S. What wrote keys, values and lengths must be over when the
+    launch before this one begins: they are read beside it. Returns (N, K, H, D). Where the kernel
+    does not take them, by ``flash_attention``.
     """
     sentences, beam, heads, head_dim = q.shape
     room, kv_heads = k.shape[1:3]

@@ -1,8 +1,7 @@
 // The queries norm(x) W^T + bias of a decoding step's rows, and their attention over a memory of each sentence, which no step
 // changes. A block has a head of some sentences: ROWS rows of x at most, a row being a beam of a sentence.
 // Weights, keys and values do not change while texts are decoded, so all are loaded before the wait for the kernel before,
-// the weights to registers. What makes that right: the kernel before is row_linear.cu, which has itself waited when it lets
-// this one start, so all kernels before it are over.
+// the weights to registers: what wrote them was over before the kernel before this one, row_linear.cu, started.
 // A warp has 64 inputs of the product; sums of warps are added up in shared memory. A norm is applied behind the product, see
 // linear/row_linear.cu. Then a sentence has one, two or four warps, each with a part of the elements of its values. Logits
 // are products of 16 keys (operand a) and 8 columns (operand b), a column being a row of the sentence; outputs are products of

@@ -7,13 +7,13 @@
 // w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
 // PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one. HEADS: KV heads
 // of a block, with WARPS each.
-// MODE: APPEND waits for the kernel before it first. SETTLED: the kernel before writes neither caches, counts, slots nor
-// page table, and has itself waited when this one starts, so old keys are loaded beside it. MEMORY is SETTLED, too.
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1; MODE = 0
+// MODE: APPEND waits for the kernel before it first. SETTLED: what wrote caches, counts, slots and page table was over before
+// the kernel before this one started, so old keys are loaded beside it. MEMORY is SETTLED, too.
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 8, 16; HEADS = 1; MODE = 0
 // Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1; MODE = 0
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1; MODE = 0
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4; MODE = 0
-// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 16; HEADS = 1; MODE = 1
+// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 16; HEADS = 1; MODE = 1
 // Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 1, 4; MODE = 1
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 2, 4; HEADS = 1; MODE = 2
 // Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1; MODE = 0
