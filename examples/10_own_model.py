@@ -19,14 +19,19 @@ SKIPPED = 4  # updates that are not timed: allocation, on a GPU compilation and 
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads):
-        self.norms = [nn.LayerNorm(width, bias=False) for _ in range(2)]
-        self.attention = nn.MultiHeadAttention(width, heads, causal=True, bias=False)
-        self.feed_forward = nn.FeedForward(width, 4 * width, activation="gelu", bias=False)
+    """A residual sum and the norm behind it are one op, so a block is given the norm after it."""
 
-    def __call__(self, x):
-        x = x + self.attention(self.norms[0](x))
-        return x + self.feed_forward(self.norms[1](x))
+    def __init__(self, width, heads):
+        self.attention = nn.MultiHeadAttention(width, heads, causal=True, bias=False)
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.feed_forward = nn.FeedForward(width, 4 * width, activation="gelu", bias=False)
+        self.dropout = nn.Dropout(0.0)
+
+    def __call__(self, n, x, following):
+        """Take and return (norm(x), x) for the residual stream x."""
+        attention, forward = self.attention, self.feed_forward
+        n, x = self.norm.add(attention.attend(n), attention.out, x, self.dropout)
+        return following.add(forward.activated(n), forward.out, x, self.dropout)
 
 
 class GPT(nn.Module):
@@ -37,13 +42,13 @@ class GPT(nn.Module):
             rows, width, used=vocab, positions="learned", max_length=length
         )
         self.blocks = [Block(width, heads) for _ in range(layers)]
-        self.norm = nn.LayerNorm(width, bias=False)
+        self.norms = [nn.LayerNorm(width, bias=False) for _ in range(layers + 1)]
 
     def __call__(self, tokens, order=None):
-        x = self.embedding(tokens, order=order)
-        for block in self.blocks:
-            x = block(x)
-        return gpuattn.linear(self.norm(x), self.embedding.weight)
+        n, x = self.norms[0].and_residual(self.embedding(tokens, order=order))
+        for block, following in zip(self.blocks, self.norms[1:], strict=True):
+            n, x = block(n, x, following)
+        return gpuattn.linear(n, self.embedding.weight)
 
 
 def loss(model, tokens, labels, order):

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import importlib
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -81,10 +82,18 @@ def batch_of(case, seed):
     return *(part.reshape(case.shape) for part in (text[:-1], text[1:])), token_order(text[:-1])
 
 
+def own_path(path, layers):
+    """Return the path in the example's model of a parameter of GPT2: norms have other places."""
+    path = re.sub(r"layers\.(\d+)\.norms\.0", r"norms.\1", path)
+    path = re.sub(r"layers\.(\d+)\.norms\.1", r"blocks.\1.norm", path)
+    path = re.sub(r"^norm\.", f"norms.{layers}.", path)
+    return path.replace("layers.", "blocks.")
+
+
 def own(kind, case, device, weights, batches):
     """Return the side of the example's model by its ``one_call`` or ``plain_loop``."""
     model = example.GPT(case.vocab, case.width, case.heads, *case.layers, case.shape[1])
-    model.load_state({path.replace("layers.", "blocks."): x for path, x in weights.items()})
+    model.load_state({own_path(path, len(model.blocks)): x for path, x in weights.items()})
     optimizer = AdamW(
         model.to(device=device), lr=case.learning_rate, betas=case.betas, eps=case.eps,
         weight_decay=case.weight_decay, max_norm=case.clip, precision="auto",
