@@ -17,7 +17,7 @@ from gpuattn.cuda.kernels import kernel
 FILE = "attention/cache/projected_attention.cu"
 HEAD_DIMS, WARPS, COLUMNS = (32, 64), (1, 2, 4, 6, 8, 12), 8  # COLUMNS: beams at most
 SHARED_BYTES, ALL_SHARED = 232448, 233472  # of a block at most, of a multiprocessor
-AT_ONCE, ENOUGH = 16, 7  # warps of a multiprocessor: as registers allow, that keep it busy
+ENOUGH = 7  # warps keep a multiprocessor busy
 
 
 class Blocks(NamedTuple):
@@ -36,14 +36,21 @@ def blocks_of(x: Any, sentences: int, cross: Any, keys: Any) -> Blocks | None:
     beam, warps, cores = rows // sentences, width // 64, gpu(x.device.id).multiprocessors
     if heads != cross.heads or head_dim not in HEAD_DIMS or warps not in WARPS or beam > COLUMNS:
         return None
+
+    def at_once(blocks):
+        shared = shared_bytes(blocks, warps, head_dim, room)
+        most = min(2 if warps == 8 else 12 // warps, ALL_SHARED // (shared + 1024))
+        return shared <= SHARED_BYTES and heads * -(-sentences // blocks.sentences) <= most * cores
+
     few, many = (Blocks(most, most // beam) for most in (8, 16))
     # blocks of 16 rows load weights half as often: where all run at once and are enough
-    count = heads * -(-sentences // many.sentences)
-    shared = shared_bytes(many, warps, head_dim, room)
-    at_once = min(AT_ONCE // warps or 1, ALL_SHARED // (shared + 1024)) * cores
-    chosen = many if ENOUGH * cores <= count * warps and count <= at_once else few
-    fits = shared_bytes(chosen, warps, head_dim, room) <= SHARED_BYTES
-    return chosen if fits else None
+    if at_once(many) and heads * -(-sentences // many.sentences) * warps >= ENOUGH * cores:
+        return many
+    if at_once(few):
+        return few
+    # blocks that come later load weights late, which eight sentences are worth
+    fits = shared_bytes(few, warps, head_dim, room) <= SHARED_BYTES
+    return few if fits and few.sentences == few.rows else None
 
 
 def shared_bytes(blocks: Blocks, warps: int, head_dim: int, room: int) -> int:

@@ -1,4 +1,4 @@
-"""Products of single numbers that stay on the device.
+"""Products and sums of single numbers that stay on the device.
 
 On a GPU they are kernels of ours, which compile ahead with all others. Device code:
 ``rawkernels/scalars.cu``.
@@ -30,6 +30,17 @@ def add_product(total: Any, a: Any, b: Any) -> None:
         total += a * b
         return
     kernel(FILE, "scalar_add_product")((1,), (WARP,), total, a, b)
+
+
+def take_mean(total: Any, count: int) -> Any:
+    """Return total / count, and set ``total``, a () float array, to 0."""
+    if not _by_kernel(total):
+        mean = total / count
+        total[...] = 0
+        return mean
+    mean = arrays.empty(total, ())
+    kernel(FILE, "scalar_take_mean")((1,), (WARP,), total, mean, count)
+    return mean
 
 
 def _by_kernel(*numbers):

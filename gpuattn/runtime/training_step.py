@@ -17,7 +17,7 @@ from gpuattn.errors import problem
 from gpuattn.gemm.tuning import tune
 from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import Module
-from gpuattn.ops.scalars import add_product, product
+from gpuattn.ops.scalars import add_product, product, take_mean
 from gpuattn.runtime.cold_start import InBackground, rehearse
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
 from gpuattn.runtime.graphs import Calls, Replays, warn
@@ -145,6 +145,12 @@ class TrainingStep:
         with self.ordered():
             mean = float(self.loss_sum) / max(self.loss_tokens, 1)
             self.clear_loss()
+        return mean
+
+    def take_loss(self) -> Any:
+        """Return what ``mean_loss`` does, a float32 () array on the device."""
+        mean = take_mean(self.loss_sum, max(self.loss_tokens, 1))
+        self.loss_tokens = 0
         return mean
 
     def clear_loss(self) -> None:

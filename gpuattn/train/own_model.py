@@ -66,14 +66,15 @@ class OwnStep:
         optimizer.check_parameters()
         self._called.clear()
         with step.ordered():
-            step.clear_loss()
+            if step.loss_tokens:  # of a call that raised
+                step.clear_loss()
             step.begin(rate)
             for i, part in enumerate(parts):
                 step.add(part, optimizer.updates * len(parts) + i)
             if self._called:
                 optimizer.check_gradients()
             step.apply()
-            loss = step.loss_sum / len(parts)
+            loss = step.take_loss()
         optimizer.advance()
         return loss
 

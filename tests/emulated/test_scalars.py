@@ -30,6 +30,9 @@ def test_products(rng):
             assert scalars.product(*given) == a * b
             scalars.add_product(there, *given)
         assert there == total + a * b
+        with emulated(scalars):
+            mean = scalars.take_mean(there, 3)
+        assert mean == (total + a * b) / np.float32(3) and there == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])

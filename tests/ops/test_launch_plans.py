@@ -21,7 +21,7 @@ from gpuattn.ops.image_patches import image_patches
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
-from gpuattn.ops.scalars import add_product, product
+from gpuattn.ops.scalars import add_product, product, take_mean
 from gpuattn.optim import ExponentialAverage
 from gpuattn.runtime.graph_arrays import Ring
 
@@ -192,6 +192,7 @@ def updates(dtype, size):
     share = as_array(np.ones((), np.float32))
     ExponentialAverage(SimpleNamespace(masters=params if model is None else model)).update(share)
     add_product(state.field("divisor"), share, product(share, share))
+    take_mean(share, 3)
 
 
 def copies(dtype, size):

@@ -23,7 +23,7 @@ constexpr int PITCH = HEAD_DIM + 4;                 // sums of a row
 constexpr int QUERY = HEAD_DIM * 2 + 16;            // bytes of a row's query
 constexpr int KEY = 128;                            // bytes of a key: tiles of keys are swizzled
 constexpr int KEYS = 32;                            // of a step of the softmax
-constexpr int BLOCKS_AT_ONCE = (WARPS == 8 ? 16 : 12) / WARPS;  // of a multiprocessor, by their registers
+constexpr int BLOCKS_AT_ONCE = WARPS == 8 ? 2 : 12 / WARPS;  // of a multiprocessor, by their registers
 
 // Shared memory: sums of warps, queries, a norm's part of outputs and of rows, keys and values of each sentence.
 constexpr int QUERIES = 4 * WARPS * ROWS * PITCH, FOLDED = QUERIES + ROWS * QUERY, KNOWN = FOLDED + 8 * HEAD_DIM;
