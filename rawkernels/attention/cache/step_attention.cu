@@ -36,10 +36,11 @@ static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attenti
 // Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
 // The same instructions take more registers on some architectures.
 constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ != 900;
-constexpr int WARPS_AT_ONCE = HEAD_DIM == 128               ? BEAMS ? 8 : 12
-                              : BEAMS                       ? 16
-                              : MORE_REGISTERS || WARPS == 2 ? 20
-                                                             : 24;
+constexpr bool FEW_BLOCKS = BEAMS && (HEADS == 1 || MODE == SETTLED || MORE_REGISTERS || __CUDA_ARCH__ < 800);
+constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                           ? BEAMS ? 8 : 12
+                              : FEW_BLOCKS                              ? 16
+                              : MORE_REGISTERS || WARPS == 2 && !BEAMS ? 20
+                                                                        : 24;
 constexpr int BLOCKS_AT_ONCE = WARPS * HEADS < WARPS_AT_ONCE ? WARPS_AT_ONCE / (WARPS * HEADS) : 1;
 constexpr int TEAM = 32 * WARPS, THREADS = TEAM * HEADS;  // threads of a head, of a block
 constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product
