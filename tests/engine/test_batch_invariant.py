@@ -6,7 +6,7 @@ from fake_runs import Array, training_on
 
 from gpuattn.arrays import BFLOAT16, batch_invariant
 from gpuattn.engine import Engine, beam, generation, plans
-from gpuattn.engine.engine import EMPTY
+from gpuattn.engine.engine import _no_text
 from gpuattn.engine.inputs import portions
 from gpuattn.gemm import cublaslt
 from gpuattn.gemm.matmul import BLOCK_ROWS, matmul
@@ -225,7 +225,7 @@ def test_the_flag_is_a_flag():
 
 def test_launches_on_a_gpu(monkeypatch):
     """Kernels, their grids and products of a text on a fake Hopper: the same in any company."""
-    monkeypatch.setattr(beam, "hypotheses_of", lambda *texts: [[EMPTY]] * len(texts[-1]))
+    monkeypatch.setattr(beam, "hypotheses_of", lambda *texts: [[_no_text()] for _ in texts[-1]])
     run_plan, products = cublaslt.MatmulPlan.run, []
 
     def noted(self, *arrays):
