@@ -72,7 +72,9 @@ def main(
         print("--again: no run of these sources is known; run all tests", file=sys.stderr)
         return 1
     if outcomes:
-        outcomes.update(_run(list(map(_place, _others(outcomes))), "gpu", parallel=False))
+        places = list(map(_place, _others(outcomes)))
+        outcomes = {test: outcome for test, outcome in outcomes.items() if outcome == "passed"}
+        outcomes.update(_run(places, "gpu", parallel=False))
     else:
         for shard in shards or _shards():
             outcomes.update(_run(shard, f"gpu and not {TIMED}", parallel=_has_xdist()))
@@ -133,8 +135,10 @@ def _others(outcomes):
 
 
 def _place(test):
-    """Return the argument of pytest for a test of ``outcomes``."""
+    """Return the argument of pytest for a test of ``outcomes``, or for a file that failed."""
     module, name = test.split("::", 1)
+    if not module:  # an error of the file ``name``, before any of its tests
+        return f"{name.replace('.', '/')}.py"
     return f"{module.replace('.', '/')}.py::{name}"
 
 
@@ -151,7 +155,7 @@ def _run(shard, marker, parallel):
     """Return {test: outcome} of the tests in a shard with a marker, in several processes or one."""
     outcomes_file = ROOT / ".gpu_report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--all", "-m", marker]
-    command.append(f"--junitxml={outcomes_file}")
+    command += ["--continue-on-collection-errors", f"--junitxml={outcomes_file}"]
     if parallel:
         command += ["-n", str(max(1, os.cpu_count() - 2)), "--dist", "worksteal"]
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes use all cores

@@ -55,20 +55,21 @@ def places(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("outcome", ["failure", "skipped"])
 def test_no_receipt_unless_everything_passed(monkeypatch, places, outcome):
-    """Then the tests that did not pass can run again, but not those of other sources."""
+    """Then the tests that did not pass can run again, but not those of other sources; also the
+    tests of a file that could not be imported."""
     asked, right = [], [outcome]
 
     def run(shard, marker, parallel):
         asked.append(shard)
         if marker == "gpu":
-            return {"t.b::two[x::1]": right[0]}
-        ran = {"t.a::one": "passed", "t.b::two[x::1]": outcome}
+            return {"t.b::two[x::1]": right[0], "t.d::four": "passed"}
+        ran = {"t.a::one": "passed", "t.b::two[x::1]": outcome, "::t.d": "error"}
         return ran if "not timing" in marker else {"t.c::three": "passed"}
 
     monkeypatch.setattr(receipt, "_run", run)
     assert receipt.main(again=True) == 1 and not asked
     assert receipt.main([["x"]]) == 1
-    assert receipt.main(again=True) == 1 and asked[-1] == ["t/b.py::two[x::1]"]
+    assert receipt.main(again=True) == 1 and asked[-1] == ["t/b.py::two[x::1]", "t/d.py"]
     assert not (places / "receipt.json").exists()
     right[0] = "passed"
     with monkeypatch.context() as patch:
@@ -76,7 +77,8 @@ def test_no_receipt_unless_everything_passed(monkeypatch, places, outcome):
         assert receipt.main(again=True) == 1
     assert receipt.main(again=True) == 0
     stored = json.loads((places / "receipt.json").read_text())
-    assert stored["tests"] == dict.fromkeys(("t.a::one", "t.b::two[x::1]", "t.c::three"), "passed")
+    ran = "t.a::one", "t.b::two[x::1]", "t.c::three", "t.d::four"
+    assert stored["tests"] == dict.fromkeys(ran, "passed")
     assert not (places / "outcomes.json").exists()
 
 
