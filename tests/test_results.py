@@ -153,6 +153,19 @@ def test_readme_has_the_mean_of_seeds(names):
     assert f"**{statistics.mean(every):.{digits}f}**" in readme
 
 
+def test_tokens_a_second_of_an_own_model_follow_from_samples():
+    for size in json.loads((FOLDER / "own-model-h200.json").read_text())["sizes"]:
+        sequences, length = size["case"]["shape"]
+        tokens = size["updates"] * sequences * length
+        for name, turns in size["seconds"].items():
+            assert len(turns) >= 3
+            assert size["tokens_per_s"][name] == pytest.approx(tokens / statistics.median(turns))
+        for pair, ratio in size["ratios"].items():
+            name, other = pair.split(" / ")
+            rates = size["tokens_per_s"]
+            assert ratio == pytest.approx(rates[name] / rates[other])
+
+
 def test_tokens_a_second_on_cpus_follow_from_samples():
     rows = json.loads((FOLDER / "decode-cpu.json").read_text())["decoding"]
     assert [row["case"]["flags"]["model"] for row in rows] == ["toy"] * 2 + ["gpt2"] * 2
