@@ -1,6 +1,8 @@
 """gpuattn bench: a group with one command for each benchmark."""
 
+import faulthandler
 import os
+import sys
 
 import click
 
@@ -61,6 +63,8 @@ def command() -> None:
     A result is compared with the reference before it is timed. attention, fused, train and roofline
     run in CUDA graphs; ops, calls and decode include the host.
     """
+    if sys.__stderr__ and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a library that crashes says where it was called
 
 
 def _force(ctx, param, arch):
