@@ -20,7 +20,6 @@ from gpuattn.bench.fused import measure as fused
 from gpuattn.bench.peers import attention as attention_peers
 from gpuattn.bench.peers import fused as fused_peers
 from gpuattn.bench.peers import timing as peers
-from gpuattn.errors import UnsupportedError
 
 INPUT_BYTES = 100e6  # of all sets of inputs, at least: more than the L2 cache holds
 GRAPH_CALLS = 24  # of a short kernel in a graph, at most: launching the graph takes microseconds
@@ -88,14 +87,11 @@ def _graphs(cell, xp, impl, names):
     if case.plain():
         _, graphs["plain"], *_ = _capture(cell._replace(case=case.plain()), xp, impl)
     for name in names:
-        try:
+        with peers.noting(missing, name):
             make = functools.partial(_kinds(cell)[1], name, case, cell.direction)
             graph = peers.capture(name, make, sets)
             if not case.dropout:  # random bits differ
                 _check_peer(graph.first_results(), wanted, case)
-        except (UnsupportedError, AssertionError) as error:
-            missing[name] = str(error)
-        else:
             graphs[name] = graph
     return chosen, graphs, missing
 

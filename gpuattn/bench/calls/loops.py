@@ -10,11 +10,10 @@ from gpuattn import nn
 from gpuattn.arrays import to_cpu
 from gpuattn.bench.calls.cases import EAGER, NETWORK, Called
 from gpuattn.bench.peers.calls import NetworkLoop as EagerNetworkLoop
-from gpuattn.bench.peers.timing import reasons
+from gpuattn.bench.peers.timing import noting, reasons
 from gpuattn.bench.peers.train import Peer
 from gpuattn.bench.train import measure as train
 from gpuattn.bench.train.cases import MODELS, small
-from gpuattn.errors import UnsupportedError
 from gpuattn.optim import AdamW
 from gpuattn.runtime.device import batch_to
 
@@ -95,16 +94,13 @@ def updates(
     own, peer_of = _network(case, xp) if case.model == NETWORK else _model(case, xp)
     losses = {"eager": train.losses_of(own, own)}
     train.check_losses("eager", losses)
-    calls, missing = {"ours": own}, {}
+    calls, missing = {"ours": own}, dict[str, str]()
     for name in names:
-        try:
+        with noting(missing, name):
             with reasons():
                 peer, run = peer_of()
                 losses[name] = train.losses_of(peer, run)
             train.check_losses(name, losses)
-        except (UnsupportedError, AssertionError) as error:
-            missing[name] = str(error)
-        else:
             calls[name] = run
     return calls, missing
 

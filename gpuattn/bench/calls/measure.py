@@ -16,7 +16,6 @@ from gpuattn.bench.comparison import medians
 from gpuattn.bench.correctness import TOLERANCE, compare
 from gpuattn.bench.peers import timing as peers
 from gpuattn.bench.peers.calls import Eager
-from gpuattn.errors import UnsupportedError
 from gpuattn.impls import prepare
 from gpuattn.typing import Array
 
@@ -105,9 +104,9 @@ def right_calls(
     if ops.CALLS[case.op].chooses:
         reference = ops.ours(case, inputs, both, impl="reference")
         _compare(case, wanted, reference.results(), 1, f"{case.op} {case}, result")
-    calls, missing = {OURS: own.run}, {}
+    calls, missing = {OURS: own.run}, dict[str, str]()
     for name in [BARE] if xp is np and not both else names:
-        try:
+        with peers.noting(missing, name):
             with peers.reasons():
                 if name in (BARE, CUPY):
                     peer = ops.plain(case, inputs, xp)
@@ -116,9 +115,6 @@ def right_calls(
                 found = peer.results()
             if not ops.CALLS[case.op].random:
                 _compare(case, found, wanted, 2, "differs from ours in result")
-        except (UnsupportedError, AssertionError) as error:
-            missing[name] = str(error)
-        else:
             calls[name] = peer.run
     return calls, missing
 

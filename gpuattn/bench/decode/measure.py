@@ -21,6 +21,7 @@ from gpuattn.bench.cases import Cell
 from gpuattn.bench.comparison import medians
 from gpuattn.bench.decode.cases import BANNED, Decoding
 from gpuattn.bench.peers import decode as peers
+from gpuattn.bench.peers.timing import noting
 from gpuattn.bench.samples import DTYPES
 from gpuattn.cuda.power import PowerMeter
 from gpuattn.data.tokenizer import BOS, EOS
@@ -28,7 +29,6 @@ from gpuattn.decode.beam import beam_search
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine import Engine
-from gpuattn.errors import UnsupportedError
 from gpuattn.models import GPT2, TranslationModel
 from gpuattn.nn.module import uninitialised
 from gpuattn.runtime.device import card_memory
@@ -241,13 +241,10 @@ def _measured(cell, subject, opened, names, ceilings):
 
     calls, missing = {OURS: ours}, {}
     for name in names:
-        try:
+        with noting(missing, name):
             peer = opened.peer(name, case, subject.model)
             row["logprobs"][name] = theirs = subject.logprob(case, peer.run())
             _check_logprob(name, theirs, own)
-        except (UnsupportedError, AssertionError) as error:
-            missing[name] = str(error)
-        else:
             calls[name] = peer.run
             if peer.peak_bytes:
                 peaks[name] = peer.peak_bytes

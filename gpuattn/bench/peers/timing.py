@@ -150,6 +150,15 @@ def reasons() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def noting(missing: dict[str, str], name: str) -> Iterator[None]:
+    """End the block where the peer ``name`` cannot run or is wrong; ``missing`` gets the reason."""
+    try:
+        yield
+    except (UnsupportedError, AssertionError) as error:
+        missing[name] = str(error)
+
+
+@contextlib.contextmanager
 def time_limit(name: str) -> Iterator[None]:
     """Raise TimeoutError in the block when a peer has taken COMPILE_SECONDS in this process."""
     limit = COMPILE_SECONDS.get(name)

@@ -28,7 +28,6 @@ from gpuattn.data.batching import LanguageModelBatch, PackedLoader, token_order
 from gpuattn.data.images import ImageLoader
 from gpuattn.data.masking import MARKS, MaskedLoader, Texts
 from gpuattn.data.tokenizer import EOS, SPECIALS, UNK, BaseTokenizer
-from gpuattn.errors import UnsupportedError
 from gpuattn.models import GPT2, Bert, TranslationModel, ViT
 from gpuattn.optim import AdamW
 from gpuattn.runtime.training_step import TrainingStep
@@ -225,16 +224,13 @@ def _on_gpu(cell, xp, pool, names, ceilings):
 
     made: dict[type[Peer], Peer] = {}
     for name in names:
-        try:
+        with peers.noting(missing, name):
             kind = HuggingFacePeer if name.startswith("hf") else Peer
             peer = made[kind] = made.get(kind) or kind(cell.case, ours)
             compiled = f"{name} {cell.case.model}"  # each has its own limit of time to compile
             launch = peers.capture(compiled, functools.partial(peer.call, name), [()])
             losses[name] = losses_of(peer, launch)
             check_losses(name, losses)
-        except (UnsupportedError, AssertionError) as error:
-            missing[name] = str(error)
-        else:
             launches[name], peaks[name] = launch, peer.held_bytes() + launch.peak_bytes
     row = _row(cell, timing.alternate(launches), losses, missing, ceilings)
     refusal = {"no_graph": refusals[0]} if refusals else {}
