@@ -50,7 +50,7 @@ class OwnStep:
     ) -> None:
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         called: list[bool] = []  # grows by each call of ``loss``; a replay of a graph is none
-        self._called = called
+        self._called, self._unfinished = called, False
 
         def of_batch(batch, dloss):  # no method: a cycle of references would keep device memory
             called.append(True)
@@ -66,8 +66,9 @@ class OwnStep:
         optimizer.check_parameters()
         self._called.clear()
         with step.ordered():
-            if step.loss_tokens:  # of a call that raised
+            if self._unfinished:  # a call that raised may have left a part of its loss
                 step.clear_loss()
+            self._unfinished = True
             step.begin(rate)
             for i, part in enumerate(parts):
                 step.add(part, optimizer.updates * len(parts) + i)
@@ -75,6 +76,7 @@ class OwnStep:
                 optimizer.check_gradients()
             step.apply()
             loss = step.take_loss()
+            self._unfinished = False
         optimizer.advance()
         return loss
 

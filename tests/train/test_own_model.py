@@ -200,6 +200,25 @@ def test_a_parameter_without_a_gradient_is_named_before_anything_changes():
             optimizer.step()
 
 
+@pytest.mark.parametrize("part", ["gradients", "update"])
+def test_a_loss_after_an_interrupted_call_is_that_of_its_own_batch(part, monkeypatch):
+    model, optimizer = made()
+    step = gpuattn.training_step(model, loss_of, optimizer)
+    run, wanted = step.step.calls, plain(*made(), [0])
+
+    def interrupted(name, *arguments, **settings):
+        if name == "gradients":
+            run(name, *arguments, **settings)
+        if name == part:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step.step, "calls", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(*batch_of(0))
+    assert float(step(*batch_of(0))) == wanted[0]
+
+
 def test_the_optimizer_of_another_model_is_refused():
     (model, old), (_, other) = made(), made()
     with pytest.raises(ValueError, match="optimizer is of another model: it has hidden.weight, "):
