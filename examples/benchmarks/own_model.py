@@ -27,11 +27,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from gpuattn.bench.fused.cases import zipf_tokens
 from gpuattn.bench.peers import timing as peers
 from gpuattn.bench.results import origin
 from gpuattn.bench.train.cases import MODELS, small
-from gpuattn.bench.train.measure import LOSS_TOLERANCE, Ours
+from gpuattn.bench.train.measure import LOSS_TOLERANCE, Ours, texts
 from gpuattn.data.batching import LanguageModelBatch, token_order
 from gpuattn.errors import UnsupportedError
 from gpuattn.optim import AdamW
@@ -78,8 +77,8 @@ class Side(NamedTuple):
 
 def batch_of(case, seed):
     """Return tokens, labels, and the order of the tokens."""
-    text = zipf_tokens(case.tokens + 1, case.vocab, seed)
-    return *(part.reshape(case.shape) for part in (text[:-1], text[1:])), token_order(text[:-1])
+    tokens, labels = texts(case, seed)
+    return tokens, labels, token_order(tokens.ravel())
 
 
 def own_path(path, layers):
@@ -119,14 +118,12 @@ def pytorch(case, device, weights, batches):
     import torch
 
     from gpuattn.bench.peers.torch_models import first_weights, new_model
+    from gpuattn.bench.peers.train import parameter_groups
 
     place, model = "cuda" if on_gpu else "cpu", new_model(case)
     model.load_state_dict(first_weights(model, weights))
     model.to(place)
-    groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) is decays], "weight_decay": decay}
-        for decays, decay in ((True, case.weight_decay), (False, 0.0))
-    ]
+    groups = parameter_groups(model, case.weight_decay)
     optimizer = torch.optim.AdamW(groups, case.learning_rate, case.betas, case.eps, fused=True)
 
     def update(batch):

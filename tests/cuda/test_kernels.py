@@ -58,8 +58,8 @@ SPILLED = {
 }  # fmt: skip
 """Bytes that a thread may spill, by architecture: at head size 128, dropout's random words need
 more registers; so do some numbers of the decoder step, used once in a phase, with 16 rows of head
-size 128 or 32 rows, one or two numbers of decoding at head size 256, and the list of rows that
-beams see."""
+size 128 or 32 rows, one or two numbers of decoding at head size 256, the list of rows that beams
+see, and one number of the queries of 16 rows with 512 inputs, beside the weights of a head."""
 
 
 def variants():

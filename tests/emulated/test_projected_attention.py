@@ -8,6 +8,7 @@ from memory_formula import attention
 from norms_of_rows import folded_norm, norm, parts_of, wide
 
 from gpuattn.arrays import BFLOAT16
+from gpuattn.engine.projected_attention import Blocks, shared_bytes
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 FILE = "attention/cache/projected_attention.cu"
@@ -63,12 +64,11 @@ def test_against_float64(dtype, sentences, beam, per_block, sizes, room, normed)
         run = machine.kernel(
             FILE, "projected_attention", scalar="bf16" if dtype == BFLOAT16 else "f16", **constants
         )
-        own = 4 * warps * most * (size + 4) + most * (2 * size + 16) + 8 * (size + most)
         run(
             (heads, -(-sentences // per_block)), (32 * warps,), x, weight,
             None if normed else bias, folded, statistics, keys, values, lengths, out, sentences,
             beam, per_block, room, inputs // 32 if normed else 1, 1e-5, size**-0.5,
-            shared_bytes=-(-own // 128) * 128 + per_block * 2 * -(-room // 16) * 16 * 128,
+            shared_bytes=shared_bytes(Blocks(most, per_block), warps, size, room),
         )  # fmt: skip
     error = np.abs(wide(out) - want).max()
     assert error < (0.06 if dtype == BFLOAT16 else 0.008), error

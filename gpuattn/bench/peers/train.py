@@ -31,11 +31,7 @@ class Peer:
         self.restart()
 
     def _new_optimizer(self):
-        case, parameters = self.case, list(self.model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        case, groups = self.case, parameter_groups(self.model, self.case.weight_decay)
         return torch_here().optim.AdamW(
             groups, lr=case.learning_rate, betas=case.betas, eps=case.eps, fused=True,
             capturable=True,
@@ -108,6 +104,15 @@ class HuggingFacePeer(Peer):
             raise UnsupportedError(f"transformers cannot be imported: {error}") from error
         model = kind(self.case, ours.weights).cuda()
         return model, {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
+
+
+def parameter_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters of a model of PyTorch for its AdamW: matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
 
 
 def by_layers(weights: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:

@@ -171,9 +171,9 @@ def _images(case):
     return batch
 
 
-def texts(case: Step) -> list[np.ndarray]:
+def texts(case: Step, seed: int = 0) -> list[np.ndarray]:
     """Return the tokens and labels of a language model's case, int32 (B, T)."""
-    text = zipf_tokens(case.tokens + 1, case.vocab)
+    text = zipf_tokens(case.tokens + 1, case.vocab, seed)
     return [part.reshape(case.shape) for part in (text[:-1], text[1:])]
 
 
