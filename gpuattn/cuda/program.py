@@ -22,7 +22,7 @@ from gpuattn.cuda.steps import Deferred, Launch, Offer, Text
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
-SMALL = 2 << 20  # bytes of the arrays of a call: a GPU of today reads them in a microsecond
+SMALL = 32 << 20  # bytes of the arrays of a call: an H200 takes as long for them as the host does
 ALIGNMENT = 512  # bytes: of the memory that CuPy allocates
 
 

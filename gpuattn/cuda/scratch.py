@@ -49,10 +49,7 @@ def _find_counters(count: int) -> np.uint64:
 def _new_counters(cupy: Any, device: int, count: int) -> np.uint64:
     memory, used = _chunks.get(device, (None, CHUNK))
     if used + count > CHUNK:
-        memory, used = cupy.cuda.Memory(4 * max(CHUNK, count)), 0
-        stream = cupy.cuda.Stream(non_blocking=True)  # the current one may be under capture
-        cupy.cuda.runtime.memsetAsync(memory.ptr, 0, memory.size, stream.ptr)
-        stream.synchronize()  # the first launch may be on any stream
+        memory, used = _zeros(4 * max(CHUNK, count)), 0
         _chunks_in_use.append(memory)
     _chunks[device] = memory, used + count
     return np.uint64(memory.ptr + 4 * used)
@@ -62,22 +59,25 @@ def workspace(user: str, size: int, device: int, stream: int, zeroed: bool = Fal
     """Return the address of ``size`` bytes that only launches of ``user`` on a stream write to.
 
     ``size``: the same in every call of a user for a device. ``stream``: the address of the current
-    one. ``zeroed``: the bytes are zeroed on that stream before the first launch, and a kernel has
-    to leave them zero; else they hold anything. Graphs captured on the stream use the same memory:
+    one. ``zeroed``: the bytes are zeroed once, before this returns, and a kernel has to leave them
+    zero; else they hold anything. Graphs captured on the stream use the same memory:
     they may be replayed on another stream, but not at the same time as work on this one.
     """
     key = user, device, stream
     memory = _workspaces.get(key)
     if memory is None:
         with _lock:
-            memory = _workspaces.get(key) or _new_workspace(size, stream, zeroed)
+            memory = _workspaces.get(key)
+            if memory is None:
+                memory = _zeros(size) if zeroed else import_cupy().cuda.memory.Memory(size)
             _workspaces[key] = memory
     return memory.ptr
 
 
-def _new_workspace(size: int, stream: int, zeroed: bool) -> Any:
+def _zeros(size: int) -> Any:
+    """Return memory of ``size`` bytes that are zero for launches on any stream."""
     cuda = import_cupy().cuda
-    memory = cuda.memory.Memory(size)
-    if zeroed:
-        cuda.runtime.memsetAsync(memory.ptr, 0, size, stream)
+    memory, stream = cuda.memory.Memory(size), cuda.Stream(non_blocking=True)
+    cuda.runtime.memsetAsync(memory.ptr, 0, size, stream.ptr)  # the current one may be captured
+    stream.synchronize()
     return memory

@@ -1,9 +1,10 @@
 """One token of each text through a decoder, for up to some hundred texts, by fewer launches.
 
 A linear layer takes the norm before it, its activation and the residual sum into its launch, so a
-layer of a language model is five launches and one of a translation model eight; the weights of a
-launch are loaded beside the launch before. Norms are folded into copies of the weights. Device
-code: ``rawkernels/row_embedding.cu``, ``linear/row_linear.cu``, ``linear/fold_norm.cu``.
+layer of a language model is five launches and one of a translation model eight, or seven where
+``projected_attention`` takes its memory; the weights of a launch are loaded beside the launch
+before. Norms are folded into copies of the weights. Device code: ``rawkernels/row_embedding.cu``,
+``linear/row_linear.cu``, ``linear/fold_norm.cu``.
 """
 
 from collections.abc import Sequence
@@ -249,7 +250,7 @@ class RowStep:
         if blocks := blocks_of(x.states, sentences, cross, keys):
             return projected_attention(
                 x.states, *self._folded_into(cross.q, x), keys, values, self.lengths,
-                eps=1e-5 if x.norm is None else x.norm.eps, blocks=blocks,
+                eps=_eps(x.norm), blocks=blocks,
             )  # fmt: skip
         q = self._linear(x, cross.q).reshape(sentences, -1, cross.heads, cross.head_dim)
         return raw(memory_attention(q, keys, values, self.lengths))
@@ -258,7 +259,8 @@ class RowStep:
         """Return weight, bias, ``folded`` and statistics for ``linear`` of the Stream x."""
         if x.norm is None:
             return raw(linear.weight), None if linear.bias is None else raw(linear.bias), None, None
-        return self._folded[id(linear)][0], None, self._folded[id(linear)][1], x.statistics
+        product, folded = self._folded[id(linear)]
+        return product, None, folded, x.statistics
 
     def _linear(self, x, linear, residual=None):
         """Return ``activation(x weight^T + bias)``; with a residual the sum, and its statistics."""
@@ -271,9 +273,13 @@ class RowStep:
         out, found = row_linear(
             x.states, weight, bias, folded=folded, statistics=known, gain=gain, shift=shift,
             residual=None if residual is None else residual.states, activation=linear.activation,
-            eps=1e-5 if norm is None else norm.eps,
+            eps=_eps(norm),
         )  # fmt: skip
         return out if residual is None else (out, found)
+
+
+def _eps(norm):
+    return 0.0 if norm is None else norm.eps
 
 
 def row_embedding(

@@ -56,7 +56,8 @@ class _Tuner:
         if table is None:
             table = self.tables[plan.device] = _read(_path(plan))
         if plan.kind not in table:
-            if cupy.cuda.get_current_stream().is_capturing():
+            stream = cupy.cuda.get_current_stream()
+            if stream.ptr and stream.is_capturing():
                 return
             table[plan.kind] = _fastest(plan, cupy, *arrays)
             self.paths[plan.device] = _path(plan)

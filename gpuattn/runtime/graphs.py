@@ -15,6 +15,8 @@ from gpuattn.gemm.matmul import capture_refusal
 from gpuattn.gemm.tuning import tune
 from gpuattn.runtime.device import is_out_of_memory
 
+DEFAULT_STREAMS = 0, 1, 2  # addresses: CuPy's null stream, CUDA's legacy one, that of each thread
+
 
 def warn(sentence: str) -> None:
     """Warn that steps run op by op, for callers without a listener of their own."""
@@ -85,9 +87,9 @@ class Replays:
     The first call is ``first(step)`` as in ``Calls``: it compiles kernels and chooses algorithms.
     ``notify(sentence)``: called with the reason if a step cannot be captured; steps then run op by
     op. Graphs run one after the other on the stream that is current now, so they share one memory
-    pool, which is freed with the Replays. A capture that runs out of memory raises the error of the
-    allocation. Inside ``kernels.compiling_only`` a step of each shape is called once, which does
-    not count.
+    pool, which is freed with the Replays. If that is a default stream, which cannot be captured,
+    another stream captures. A capture that runs out of memory raises the error of the allocation.
+    Inside ``kernels.compiling_only`` a step of each shape is called once, which does not count.
     ``agree(ok)``: returns whether ``ok`` is true on all ranks. A step that they run ``together`` is
     a graph on all of them or on none.
     """
@@ -100,7 +102,9 @@ class Replays:
         self.first, self._notify, self._agree = first, notify, agree
         self.graphs: dict[tuple, Any] = {}  # (name, shape) -> graph, None before its capture
         self.recorder = Graphs()
-        self.stream = cupy.cuda.get_current_stream()
+        self.stream = self._capturing = cupy.cuda.get_current_stream()
+        if self.stream.ptr in DEFAULT_STREAMS:
+            self._capturing = cupy.cuda.Stream(non_blocking=True)
         self._rehearsed: set[tuple] = set()
         self._refused = capture_refusal()
         if self._refused:
@@ -149,7 +153,8 @@ class Replays:
 
     def _capture(self, key, step):
         try:
-            self.graphs[key], _ = self.recorder.capture(self.stream, step)
+            with self._capturing:
+                self.graphs[key], _ = self.recorder.capture(self._capturing, step)
             return True
         except Exception as error:  # noqa: BLE001 steps can run without a graph
             if is_out_of_memory(error):

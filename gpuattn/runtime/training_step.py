@@ -50,7 +50,7 @@ class TrainingStep:
     ``fixed_shape(batch)``: returns an equivalent batch with one of few shapes: each shape is a
     graph. ``graphs``: whether to use CUDA graphs. ``tuned``: whether matrix products time the
     algorithms that cuBLASLt proposes and use the fastest; False uses its first in every process.
-    ``stream``: a CuPy stream that is not the default one, which cannot be captured; None makes one.
+    ``stream``: a CuPy stream; None makes one, so that nothing else waits for the step.
     ``notify(sentence)``: called with the reason where graphs do not work; by default it warns.
     ``exchange``: a ``parallel.exchange.Exchange`` of the optimizer, which sums the gradients over
     ranks in each update; None for one rank.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16
+from gpuattn.arrays import BFLOAT16, get_xp
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import problem
 from gpuattn.nn.module import Module
@@ -56,7 +56,13 @@ class OwnStep:
             called.append(True)
             return _checked(loss(model, *batch.arrays))
 
-        self.step = TrainingStep(model, optimizer, of_batch, tokens=1, fixed_shape=packed)
+        # The stream of a program that sets none: events between two streams, to and fro, take 20 us
+        # an update.
+        xp = get_xp(optimizer.workspace.params)
+        stream = None if xp is np else xp.cuda.Stream.null
+        self.step = TrainingStep(
+            model, optimizer, of_batch, tokens=1, fixed_shape=packed, stream=stream
+        )
 
     def __call__(self, *arrays: Array) -> Any:
         """Update the model by the gradient of a batch; return its loss, see ``training_step``."""

@@ -156,10 +156,11 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                 for (int i = 0; i < 2 * PIECES; ++i)  // past the end of a unit something else, which is not used
                     a[i / 2][i % 2] = load_shared_uint4(
                         from + (i / 2 * WARPS + warp) * PIECE * 2 + i % 2 * PIECE + lane * 16);
-                // all pieces, or fewer; with the squares of rows between products, as each waits for the one before it
-                if (there >= PIECES && !squares) {
+                // all pieces, all but one, or fewer; with the squares of rows between products, as each waits for the one before it
+                if (there >= PIECES - 1 && !squares) {
 #pragma unroll
-                    for (int p = 0; p < PIECES; ++p) product(p);
+                    for (int p = 0; p < PIECES - 1; ++p) product(p);
+                    if (there >= PIECES) product(PIECES - 1);
                 } else if (there >= PIECES) {
 #pragma unroll
                     for (int p = 0; p < PIECES; ++p) product(p), square(p);

@@ -31,6 +31,7 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "linear/gelu.cuh"
+#include "linear/row_parts.cuh"
 
 constexpr int ROWS = 64, EAGER = 128;                         // ROWS: of a block
 constexpr int CONSUMERS = 256, THREADS = 320, LOADER = 8;     // a warp that loads, then one for statistics of rows
@@ -60,16 +61,10 @@ enum { NONE, RELU, GELU };                       // activations
 
 // The mean of a row and 1 / its standard deviation, from those of `parts` equal parts.
 __device__ __forceinline__ float2 joined(const float2* parts_of_row, int parts, int width, float eps) {
-    const float pivot = parts_of_row[0].x;
-    float apart = 0.f, squares = 0.f, within = 0.f;
+    RowParts row = {parts_of_row[0].x};
 #pragma unroll 4
-    for (int i = 0; i < parts; ++i) {
-        const float2 part = parts_of_row[i];
-        apart += part.x - pivot, squares = fmaf(part.x - pivot, part.x - pivot, squares), within += part.y;
-    }
-    const float mean = apart / parts, between = fmaxf(squares - apart * mean, 0.f);
-    const float variance = within / width + between / parts;
-    return {pivot + mean, rsqrtf(variance + eps)};
+    for (int i = 0; i < parts; ++i) row.add(parts_of_row[i]);
+    return row.joined(parts, width, eps);
 }
 
 __device__ __forceinline__ float activated(float x, int activation) {

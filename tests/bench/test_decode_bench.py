@@ -22,6 +22,7 @@ CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
 BASE = next(cell.case for cell in TABLE if cell.case.shape[0] == 128)
 FREE = next(cell for cell in TABLE if cell.case.workload == "B")
 TEXT = next(cell for cell in TABLE if cell.case.workload == "D")
+TRANSLATION = next(cell for cell in TABLE if cell.case.workload == "A")
 
 
 # ---- cells --------------------------------------------------------------------------------------
@@ -186,7 +187,14 @@ def test_ctranslate2_that_is_not_there_is_a_reason(monkeypatch):
     case = TOYS[0]
     with pytest.raises(UnsupportedError, match="CTranslate2 is not installed"):
         opened.peer(decode_cases.CT2, case, decode.random_model(case, np))
+    with pytest.raises(UnsupportedError, match="without other models: use --model"):
+        opened.peer(decode_cases.HF_STATIC, TEXT.case, None)
     opened.close()
+
+
+def test_no_cell_before_that_of_the_static_cache_is_of_another_model():
+    place = next(i for i, cell in enumerate(TABLE) if decode_cases.HF_STATIC in cell.peers)
+    assert {cell.case.model for cell in TABLE[: place + 1]} == {TABLE[place].case.model}
 
 
 # ---- files and tables ---------------------------------------------------------------------------
@@ -221,7 +229,7 @@ def test_what_is_absent_is_named():
 
 
 def test_the_table_and_the_chart(tmp_path, capsys):
-    rows = [row_of(TABLE[0], missing=OTHER_PROCESS), row_of(TABLE[-1])]
+    rows = [row_of(TRANSLATION, missing=OTHER_PROCESS), row_of(TEXT)]
     command._show([*rows, row_of(FREE) | {"no_graph": "no graphs here"}])
     shown = capsys.readouterr().out
     assert "base, beam 4, 1 x (32 + 64)" in shown and "1,600" in shown and "1.50" in shown

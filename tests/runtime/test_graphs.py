@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,10 +122,31 @@ def test_a_step_that_cannot_be_captured_runs_op_by_op(gpu):
         assert (to_cpu(x) == 5).all() and len(heard) == 1 and "no CUDA graphs" in heard[0]
 
 
-class OldDriver:
+def test_steps_on_the_default_stream_are_captured_while_others_use_it(gpu):
+    heard, x, others = [], gpu.zeros(4), []
+
+    def step():
+        x[...] += 1
+        thread = threading.Thread(target=lambda: others.append(float((gpu.ones(3) * 2).sum())))
+        thread.start()
+        thread.join()
+
+    with gpu.cuda.Stream.null:
+        steps = Replays(heard.append)
+        for _ in range(5):
+            steps("adds", None, step)
+        x *= 2
+        steps("adds", None, step)
+    assert not heard and all(graph is not None for graph in steps.graphs.values())
+    assert (to_cpu(x) == 11).all() and others == [6, 6]  # called op by op, then captured
+
+
+class OldDriver(contextlib.nullcontext):
     """A fake of the parts of CuPy that ``Replays`` uses, with a driver that cannot capture."""
 
     def __init__(self):
+        super().__init__()
+        self.ptr = 3
         self.cuda, self.runtime = self, SimpleNamespace(CUDARuntimeError=RuntimeError)
         self.get_current_stream = self.get_default_memory_pool = lambda: self
         self.MemoryPool = lambda allocator: self

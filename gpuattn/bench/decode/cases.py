@@ -218,6 +218,16 @@ def _texts(model, sentences, before, *peers, **flags):
 
 
 TABLE = [
+    _texts("gpt2-124m", 1, 32, GRAPH, HF, HF_STATIC),
+    _texts("gpt2-124m", 8, 32, GRAPH, HF),
+    _texts("gpt2-124m", 64, 32, GRAPH),
+    _texts("gpt2-124m", 1, 896, GRAPH),
+    _texts("gpt2-124m", 64, 896, GRAPH),
+    _texts("gpt2-124m", 8, 32, cache=False),
+    _texts("gpt2-124m", 64, 896, GRAPH, kv_heads=4),
+    _texts("gpt2-124m", 64, 896, GRAPH, kv_heads=1),
+    _texts("gpt2-1.5b", 1, 32, GRAPH),
+    _texts("gpt2-1.5b", 8, 32, GRAPH),
     _translations("base", 4, 1, GRAPH, CT2, HF),
     _translations("base", 4, 8, GRAPH, CT2, HF),
     _translations("base", 4, 64, GRAPH, CT2),
@@ -231,18 +241,11 @@ TABLE = [
     _cell(Decoding("base", (8, 32, 64), "A", cache=False)),
     _translations("tiny", 4, 128, GRAPH, CT2),
     _translations("big", 4, 128, GRAPH, CT2),
-    _texts("gpt2-124m", 1, 32, GRAPH, HF, HF_STATIC),
-    _texts("gpt2-124m", 8, 32, GRAPH, HF),
-    _texts("gpt2-124m", 64, 32, GRAPH),
-    _texts("gpt2-124m", 1, 896, GRAPH),
-    _texts("gpt2-124m", 64, 896, GRAPH),
-    _texts("gpt2-124m", 8, 32, cache=False),
-    _texts("gpt2-124m", 64, 896, GRAPH, kv_heads=4),
-    _texts("gpt2-124m", 64, 896, GRAPH, kv_heads=1),
-    _texts("gpt2-1.5b", 1, 32, GRAPH),
-    _texts("gpt2-1.5b", 8, 32, GRAPH),
 ]
-"""Translations beside CTranslate2 and texts beside PyTorch, the slow peers on few sentences."""
+"""Texts beside PyTorch and translations beside CTranslate2, the slow peers on few sentences.
+
+The first cell has HF_STATIC, which cannot come after another model: see ``peers.decode``.
+"""
 
 NAMES = tuple(dict.fromkeys(cell.case.model for cell in TABLE))
 WORKLOADS = tuple(dict.fromkeys(cell.case.workload for cell in TABLE))

@@ -26,6 +26,7 @@ class Opened:
 
     def __init__(self) -> None:
         self._models: dict[str, Any] = {}
+        self._names: set[str] = set()  # of all models so far
 
     def peer(self, name: str, case: Decoding, model: Any) -> Peer:
         """Return the peer ``name`` for a case of ``model``, after a first run.
@@ -33,6 +34,10 @@ class Opened:
         Raises UnsupportedError with the reason if it is missing, refuses, takes too long to
         compile, or runs out of memory.
         """
+        self._names.add(case.model)
+        if name == HF_STATIC and self._names != {case.model}:
+            # generate() then ended the process by an illegal memory access, behind a translation
+            raise UnsupportedError("it needs a process without other models: use --model")
         with timing.reasons(), timing.time_limit(name):
             if name == CT2:
                 return self._of_process(case, model)

@@ -1,5 +1,5 @@
 #pragma once
-// Products of 16 keys and 8 columns by mma.sync: a lane has the columns 2 (lane % 4) and the next.
+// Maxima and sums of columns of products by mma.sync, 16 keys and 8 columns: lanes 4 apart have the same columns.
 
 // The maximum, or the sum, over the lanes with the same columns.
 __device__ float most_of_columns(float x) {

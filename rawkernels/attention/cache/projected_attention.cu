@@ -16,6 +16,7 @@
 #include "common/grid_dependency.cuh"
 #include "common/mma_sync.cuh"
 #include "common/tile.cuh"
+#include "linear/row_parts.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES = HEAD_DIM / 16, COLUMNS = 8, GROUPS = ROWS / COLUMNS;  // products of 16 outputs and 8 rows
@@ -31,21 +32,14 @@ constexpr int OWN = (KNOWN + 8 * ROWS + 127) / 128 * 128;
 
 // The mean of a row and 1 / its standard deviation, from those of `parts` equal parts, by 16 lanes.
 __device__ __forceinline__ float2 joined(const float2* parts_of_row, int parts, int width, float eps) {
-    const int own = threadIdx.x % 16;
-    const float pivot = parts_of_row[0].x;
-    float apart = 0.f, squares = 0.f, within = 0.f;
-    for (int i = own; i < parts; i += 16) {
-        const float2 part = parts_of_row[i];
-        apart += part.x - pivot, squares = fmaf(part.x - pivot, part.x - pivot, squares), within += part.y;
-    }
+    RowParts row = {parts_of_row[0].x};
+    for (int i = threadIdx.x % 16; i < parts; i += 16) row.add(parts_of_row[i]);
 #pragma unroll
     for (int by = 1; by < 16; by <<= 1) {
-        apart += __shfl_xor_sync(~0u, apart, by), squares += __shfl_xor_sync(~0u, squares, by);
-        within += __shfl_xor_sync(~0u, within, by);
+        row.apart += __shfl_xor_sync(~0u, row.apart, by), row.squares += __shfl_xor_sync(~0u, row.squares, by);
+        row.within += __shfl_xor_sync(~0u, row.within, by);
     }
-    const float mean = apart / parts, between = fmaxf(squares - apart * mean, 0.f);
-    const float variance = within / width + between / parts;
-    return {pivot + mean, rsqrtf(variance + eps)};
+    return row.joined(parts, width, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) projected_attention(

@@ -102,17 +102,22 @@ def test_many_weights(hopper, monkeypatch, shapes, rows, kinds):
     assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MAX_WEIGHTS)
 
 
-def test_flags_are_zeroed_on_the_stream_of_the_launch(monkeypatch):
-    zeroed, memory = [], SimpleNamespace(Memory=lambda size: SimpleNamespace(ptr=64, size=size))
-    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *args: zeroed.append(args))
+def test_flags_are_zeroed_before_any_launch_and_in_no_capture(monkeypatch):
+    """The stream of the launch may be captured: a graph would zero them again and again."""
+    done, memory = [], SimpleNamespace(Memory=lambda size: SimpleNamespace(ptr=64, size=size))
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *args: done.append(args))
     stream = SimpleNamespace(ptr=77)
-    cuda = SimpleNamespace(memory=memory, runtime=runtime, get_current_stream=lambda: stream)
+    other = SimpleNamespace(ptr=78, synchronize=lambda: done.append("over"))
+    cuda = SimpleNamespace(
+        memory=memory, runtime=runtime, get_current_stream=lambda: stream,
+        Stream=lambda non_blocking: other,
+    )  # fmt: skip
     monkeypatch.setattr(op, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(scratch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(scratch, "_workspaces", {})
     for _ in range(2):
         assert op._workspaces(12) == (64, 64)
-    assert zeroed == [(64, 0, 12 * 4, 77)]
+    assert done == [(64, 0, 12 * 4, 78), "over"]
 
 
 def test_the_library_computes_gradients_of_few_tiles(hopper):
