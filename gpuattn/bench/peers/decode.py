@@ -36,7 +36,8 @@ class Opened:
         """
         self._names.add(case.model)
         if name == HF_STATIC and self._names != {case.model}:
-            # generate() then ended the process by an illegal memory access, behind a translation
+            # Behind a translation this cell ended the process by an illegal memory access. Which
+            # library made it is not known; PyTorch's peers alone, in the same order, did not.
             raise UnsupportedError("it needs a process without other models: use --model")
         with timing.reasons(), timing.time_limit(name):
             if name == CT2:
