@@ -101,7 +101,9 @@ MODULES = (
     step_attention,
     weight_gradients,
 )
-COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
+HEADERS = ("cuda.h", "machine.h", "kernel.h")
+COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
+KERNEL = ("-O1", "-c", "-fsanitize=alignment")
 PROBE = (
     "float f(_Float16 x) { return __builtin_bit_cast(unsigned short, x); }\n#include <ucontext.h>"
 )
@@ -134,26 +136,53 @@ def library_of(text, signatures, capability=90):
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
     text = translate(text, signatures)
     objects = [_compiled((HERE / name).read_text(), "-O2", "-c") for name in SOURCES]
-    objects.append(_compiled(text, "-O1", "-c", "-fsanitize=alignment"))
+    objects.append(_compiled(text, *KERNEL))
     return ctypes.CDLL(_compiled("", "-O1", "-shared", *objects))  # without g++'s own sanitizer
 
 
 def _compiled(text, *options):
     """Compile C++ by g++; return the path, cached by a hash of sources and options."""
-    headers = [(HERE / name).read_text() for name in ("cuda.h", "machine.h")]
-    known = "\0".join([text, *headers, *COMPILE, *options])
-    folder = disk_cache.folder().parent / "emulator"
-    path = folder / hashlib.sha256(known.encode()).hexdigest()[:32]
+    path = _place(text, *options)
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder)
+        folders = [_headers_read(), HERE] if options == KERNEL else [HERE]
+        command = [*COMPILE, *(f"-I{folder}" for folder in folders)]
+        command += ["-x", "c++", "-", "-x", "none", *options]
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
         os.close(handle)
-        language = ("-x", "c++", "-", "-x", "none")
-        options = (*options[:2], *language, *options[2:], "-o", temporary)
-        done = subprocess.run([*COMPILE, *options], input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+        _run([*command, "-o", temporary], text)
         os.replace(temporary, path)
     return str(path)
+
+
+@functools.cache
+def _headers_read():
+    """Return a folder with ``kernel.h`` as g++ keeps it once read, for the options ``KERNEL``."""
+    text = (HERE / "kernel.h").read_text()
+    path = _place(text, "c++-header", *KERNEL)
+    if not path.exists():
+        options = [option for option in KERNEL if option != "-c"]
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, "made")
+            made.mkdir()
+            command = [*COMPILE, *options, "-x", "c++-header", HERE / "kernel.h"]
+            _run([*command, "-o", made / "kernel.h.gch"])
+            with contextlib.suppress(OSError):  # another process was faster
+                made.rename(path)
+    return path
+
+
+def _place(text, *options):
+    """Return the path of what g++ makes of ``text``; its folder exists."""
+    headers = [(HERE / name).read_text() for name in HEADERS]
+    known = "\0".join([text, *headers, *COMPILE, *options])
+    folder = disk_cache.folder().parent / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / hashlib.sha256(known.encode()).hexdigest()[:32]
+
+
+def _run(command, text=""):
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 # ---- arrays in host memory that kernels accept --------------------------------------------------

@@ -12,11 +12,6 @@ extern "C" const char* launch_{name}(const unsigned* grid, unsigned threads, uns
         {name}({arguments});
     }});
 }}"""
-HEAD = """#include "cuda.h"
-#include <functional>
-namespace machine {
-const char* launch(uint3, unsigned, unsigned, unsigned, size_t, unsigned, std::function<void()>);
-}"""
 
 
 def translate(text, signatures):
@@ -24,7 +19,7 @@ def translate(text, signatures):
 
     ``signatures``: the result of ``sources.signatures`` for the file.
     """
-    parts, end = [HEAD, "\n"], 0
+    parts, end = ['#include "kernel.h"\n'], 0
     for match in re.finditer(r"\basm\b\s*(?:volatile\s*)?(?=\()", text):
         close = _closing(text, match.end())
         parts += [text[end : match.start()], _call(text[match.end() + 1 : close])]

@@ -37,7 +37,7 @@ def run_simulator(order, options):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "simulator", *options, "tests"],
         cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=1800, check=False,
+        timeout=3600, check=False,
     )  # fmt: skip
     return run.returncode, run.stdout + run.stderr
 
