@@ -36,8 +36,7 @@ class Opened:
         """
         self._names.add(case.model)
         if name == HF_STATIC and self._names != {case.model}:
-            # Behind a translation this cell ended the process by an illegal memory access. Which
-            # library made it is not known; PyTorch's peers alone, in the same order, did not.
+            # behind a translation generate() ended the process by an illegal memory access
             raise UnsupportedError("it needs a process without other models: use --model")
         with timing.reasons(), timing.time_limit(name):
             if name == CT2:
