@@ -56,8 +56,8 @@ class OwnStep:
             called.append(True)
             return _checked(loss(model, *batch.arrays))
 
-        # The stream of a program that sets none: events between two streams, to and fro, take 20 us
-        # an update.
+        # The default stream, on which most programs work: a stream of its own would have to wait
+        # for theirs, and theirs for it, which takes 20 us an update.
         xp = get_xp(optimizer.workspace.params)
         stream = None if xp is np else xp.cuda.Stream.null
         self.step = TrainingStep(
