@@ -331,7 +331,7 @@ class Table:
         self, kinds: tuple, names: tuple[str, ...], op: Op, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Make a call of the ``kinds`` of another one whose Boxes held arrays of another class."""
-        return self.form(kinds, (*args, *kwargs.values()), names, op)(args, kwargs)
+        return op.make(self.form(kinds, (*args, *kwargs.values()), names, op), args, kwargs)
 
     def find(self, key: tuple) -> Any:
         plan = self.young.get(key)

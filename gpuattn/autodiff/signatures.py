@@ -26,7 +26,7 @@ ALIGNMENT = 15  # address & ALIGNMENT: kernels read 16 bytes at a time
 # order. ``addresses``: of those on a GPU. ``given``: ``arrays`` with their Boxes, None if there is
 # none. ``seed``: the argument of that name; its value is no part of the key.
 Found = tuple[tuple, tuple[Array, ...], tuple[int, ...], tuple | None, Any]
-Caller = Callable[[tuple, dict[str, Any]], Any]  # makes a call of its arguments
+Caller = Callable[..., Any]  # makes a call: of (args, kwargs), or of the operands of an operator
 
 
 class Op(NamedTuple):
@@ -34,13 +34,20 @@ class Op(NamedTuple):
 
     ``recording()``: whether calls are recorded. ``planned(args, kwargs, found)``: makes a call that
     may have a plan. ``unplanned(args, kwargs)``: one that has none. ``any(args, kwargs)``: a call
-    of any form.
+    of any form. ``operands``: how many an operator takes, by position alone; None: any arguments.
     """
 
     recording: Callable[[], bool]
     planned: Callable[[tuple, dict[str, Any], Found], Any]
-    unplanned: Caller
-    any: Caller
+    unplanned: Callable[[tuple, dict[str, Any]], Any]
+    any: Callable[[tuple, dict[str, Any]], Any]
+    operands: int | None
+
+    def make(self, caller: Caller, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Make a call by its Caller, or by ``unplanned``."""
+        if self.operands is None or caller is self.unplanned:
+            return caller(args, kwargs)
+        return caller(*args)
 
 
 class Unsigned(Exception):
@@ -64,15 +71,16 @@ def kinds_of(check: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
 class Form:
     """Writes the Caller of calls whose values have the types and names of ``values``.
 
-    It passes calls with other arguments, and those ``without_plans``, on to ``op.any``.
+    It passes calls with other arguments, and those ``without_plans``, on to ``op.any``. That of an
+    operator takes its operands, which saves a tuple and a dict for each call.
     ``start``: what keys begin with. ``names``: of the last of ``values``. ``xp_array``: the class
-    of all arrays. ``direct``: returns the ``Plan.direct`` of a key, or None. ``other``: the Caller
-    if Boxes hold arrays of another class. Raises Unsigned.
+    of all arrays. ``direct``: returns the ``Plan.direct`` of a key, or None. 
+    ``other(args, kwargs)``: makes the call if Boxes hold arrays of another class. Raises Unsigned.
     """
 
     def __init__(
         self, start: object, values: tuple, names: tuple[str, ...], xp_array: Any, op: Op,
-        direct: Callable[[tuple], Callable | None], other: Caller,
+        direct: Callable[[tuple], Callable | None], other: Callable[[tuple, dict[str, Any]], Any],
     ) -> None:  # fmt: skip
         cupy = sys.modules.get("cupy")
         self.on_gpu = cupy is not None and xp_array is cupy.ndarray
@@ -83,6 +91,10 @@ class Form:
             invariant=batch_invariant.get, direct=direct, is_recording=op.recording,
             planned=op.planned, unplanned=op.unplanned, any=op.any, plans_off=unplanned.get,
         )  # fmt: skip
+        self.takes = "args, kwargs"
+        if op.operands is not None:
+            self.takes = ", ".join(f"x{i}" for i in range(op.operands))
+        self.call = self.takes if op.operands is None else f"({self.takes},), {{}}"
         self.key = ["start"]
         self.arrays: list[str] = []
         self.given: list[str] = []
@@ -97,21 +109,22 @@ class Form:
 
     def _expect(self, values, names):
         """Name the values x0, x1, ..., if they are as many and of the same types and names."""
-        expected, given = len(values) - len(names), "args"
-        other = "kwargs"
-        if names:
-            other = f"(*kwargs,) != {self.code.name('names', names)}"
-            given = "(*args, *kwargs.values())"
-        self.code.add(f"if {other} or len(args) != {expected} or plans_off():")
-        self.code.add("    return any(args, kwargs)")
-        if values:
-            kinds = [self.code.name("kind", type(value)) for value in values]
-            other = " or ".join(f"type(x{i}) is not {kind}" for i, kind in enumerate(kinds))
-            self.code.add(f"{unpacked('x', len(values))}= {given}", f"if {other}:")
-            self.code.add("    return any(args, kwargs)")
+        others = []
+        if self.takes == "args, kwargs":
+            kept = f"(*kwargs,) != {self.code.name('names', names)}" if names else "kwargs"
+            self._pass_on_if(f"{kept} or len(args) != {len(values) - len(names)} or plans_off()")
+            given = "(*args, *kwargs.values())" if names else "args"
+            if values:
+                self.code.add(f"{unpacked('x', len(values))}= {given}")
+        else:
+            others = ["plans_off()"]
+        kinds = [self.code.name("kind", type(value)) for value in values]
+        others += [f"type(x{i}) is not {kind}" for i, kind in enumerate(kinds)]
+        if others:
+            self._pass_on_if(" or ".join(others))
 
-    def _refuse_if(self, condition):
-        self.code.add(f"if {condition}:", "    return unplanned(args, kwargs)")
+    def _pass_on_if(self, condition, to="any"):
+        self.code.add(f"if {condition}:", f"    return {to}({self.call})")
 
     def _sign(self, x, kind, xp_array):
         if kind is xp_array:
@@ -119,8 +132,7 @@ class Form:
         elif issubclass(kind, Box):
             data = x.replace("x", "data")
             self.code.add(f"{data} = {x}.data")
-            self.code.add(f"if type({data}) is not xp_array:")
-            self.code.add("    return other(args, kwargs)")
+            self._pass_on_if(f"type({data}) is not xp_array", "other")
             self.key.append(f"recording and {x}.requires_grad")
             self._sign_array(x, data)
         elif kind is float:
@@ -128,7 +140,7 @@ class Form:
         elif kind in (str, bool, int):
             self.key.append(x)
         elif kind is tuple:
-            self._refuse_if(f"not {self.code.name('plain', _all_plain)}({x})")
+            self._pass_on_if(f"not {self.code.name('plain', _all_plain)}({x})", "unplanned")
             self.key.append(f"repr({x})")
         elif kind is not type(None):
             raise Unsigned
@@ -137,7 +149,7 @@ class Form:
         self.seed = x
         if kind is rng.Key:
             step = f"type({x}.step)"
-            self._refuse_if(f"{step} is not int and {step} is not xp_array")
+            self._pass_on_if(f"{step} is not int and {step} is not xp_array", "unplanned")
             self.key.append(f"{step} is int")
         elif kind in (int, type(None)):
             self.key.append("True")  # it shares the plans of a Key whose step is an int
@@ -169,12 +181,13 @@ class Form:
             )
             self.code.add("alike = None", f"if {' or '.join(alike)}:")
             self.code.add(f"    alike = {self.code.name('find', _alike)}({names})")
-            self.code.add("    if alike is None:", "        return unplanned(args, kwargs)")
+            self.code.add("    if alike is None:", f"        return unplanned({self.call})")
             self.key.append("alike")
         if self.on_gpu and _several_gpus():
             here = f"{self.code.name('here', import_cupy().cuda.runtime.getDevice)}()"
             self.code.add(f"here = {here}")
-            self._refuse_if(" or ".join(f"{x}.data.device_id != here" for x in self.arrays))
+            elsewhere = " or ".join(f"{x}.data.device_id != here" for x in self.arrays)
+            self._pass_on_if(elsewhere, "unplanned")
             self.key.append("here")
         self.key += ["overrides() or None", "invariant()"]
         key, arrays, at, given = (
@@ -193,8 +206,8 @@ class Form:
                 "        return out",
             )  # fmt: skip
         found = f"key, {arrays}, {at}, {given}, {self.seed}"
-        self.code.add(f"return planned(args, kwargs, ({found}))")
-        return self.code.function("args, kwargs")
+        self.code.add(f"return planned({self.call}, ({found}))")
+        return self.code.function(self.takes)
 
 
 def _alike(*pairs):

@@ -58,10 +58,13 @@ def witnessing() -> Iterator[dict[int, Box]]:
         _witnesses.reset(token)
 
 
-def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
+def op(
+    check: Callable[Arguments, Call[Result]], operands: int | None = None
+) -> Callable[Arguments, Result]:
     """Make a public op of ``check``, which checks its arguments and returns an ``impls.Call``.
 
     Calling the op runs the Call and returns its result. ``op.prepare`` is ``check`` itself.
+    ``operands``: 1 or 2 for an operator, which takes as many by position and nothing else.
     """
 
     def unplanned_call(args, kwargs):
@@ -89,29 +92,34 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
         return _run(call)
 
     def any_call(args, kwargs):
+        nonlocal last
         if unplanned.get():
             return _run(check(*args, **kwargs))
         kinds, table = kinds_of(check, args, kwargs), plans.table
-        try:
-            call = table.forms[kinds]
-        except KeyError:
-            values = (*args, *kwargs.values())
-            return table.form(kinds, values, tuple(kwargs), how)(args, kwargs)
+        call = table.forms.get(kinds)
+        if call is None:
+            call = table.form(kinds, (*args, *kwargs.values()), tuple(kwargs), how)
         if call is not unplanned_call:
-            last[0] = call
-        return call(args, kwargs)
+            last = call
+        return how.make(call, args, kwargs)
+
+    def any_operands(*operands):
+        return any_call(operands, {})
 
     def forget():
-        last[0] = any_call
+        nonlocal last
+        last = any_call if operands is None else any_operands
 
-    how = plans.Op(calls_recorded.get, planned_call, unplanned_call, any_call)
-    last = [any_call]  # the Caller of the last form, which most calls have
-
-    @functools.wraps(check)
-    def run(*args, **kwargs):
-        return last[0](args, kwargs)
-
-    run.prepare, run.forget = check, forget  # type: ignore[attr-defined]
+    how = plans.Op(calls_recorded.get, planned_call, unplanned_call, any_call, operands)
+    last: Callable  # the Caller of the last form, which most calls have
+    forget()
+    runs: dict[int | None, Callable] = {
+        None: lambda *args, **kwargs: last(args, kwargs),
+        1: lambda a: last(a),
+        2: lambda a, b: last(a, b),
+    }
+    run: Any = functools.wraps(check)(runs[operands])
+    run.prepare, run.forget = check, forget
     plans.ops.add(run)
     return run
 

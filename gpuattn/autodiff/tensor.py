@@ -230,21 +230,13 @@ class Tensor(Box):
     __neg__, __pos__, __abs__ = elementwise.negative, elementwise.positive, elementwise.absolute
     __add__ = __radd__ = elementwise.add
     __mul__ = __rmul__ = elementwise.multiply
-
-    def __sub__(self, other):
-        return elementwise.subtract(self, other)
+    __sub__, __truediv__, __pow__ = elementwise.subtract, elementwise.divide, elementwise.power
 
     def __rsub__(self, other):
         return elementwise.subtract(other, self)
 
-    def __truediv__(self, other):
-        return elementwise.divide(self, other)
-
     def __rtruediv__(self, other):
         return elementwise.divide(other, self)
-
-    def __pow__(self, other):
-        return elementwise.power(self, other)
 
     def __rpow__(self, other):
         return elementwise.power(other, self)

@@ -135,7 +135,7 @@ def elementwise(function: Callable, keep: str, *partials: Callable) -> Callable:
         return Call(impls, inputs)
 
     check.__name__ = function.__name__
-    return rule(function)(op(check))
+    return rule(function)(op(check, len(partials)))
 
 
 def evaluate(partial: Callable, grad: Array, *kept: Any, **params: Any) -> Any:
