@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -34,26 +34,9 @@ recorders: contextvars.ContextVar[Any] = contextvars.ContextVar(
     "gpuattn_recorder", default=None
 )  # the ``cuda.recorder.Recorder`` of this thread and context, or None
 
-unplanned: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "gpuattn_unplanned", default=False
-)  # whether ops check and choose in every call: see ``autodiff.plans``
-batch_invariant: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "gpuattn_batch_invariant", default=False
-)  # set by ``engine.searches``: a sequence is the same bits whatever else is in its batch
-
 
 class NothingComputed(Exception):
     """Ends a rehearsal: the host asks for values that no kernel has computed."""
-
-
-@contextlib.contextmanager
-def without_plans() -> Iterator[None]:
-    """Let every op of a block check its arguments, choose and run as if called the first time."""
-    token = unplanned.set(True)
-    try:
-        yield
-    finally:
-        unplanned.reset(token)
 
 
 def _cupy():

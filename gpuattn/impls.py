@@ -17,21 +17,10 @@ from gpuattn.errors import (
     problem,
     warn_slow_path,
 )
+from gpuattn.modes import Names, mode, with_mode
 
 Result = TypeVar("Result")
 
-
-class Names(dict[str, str]):
-    """{op: implementation}, never changed, so that plans can be found by it."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-
-overrides: contextvars.ContextVar[Names] = contextvars.ContextVar(
-    "gpuattn_overrides",
-    default=Names(),  # noqa: B039  never mutated
-)  # set by ``use_impl``
 # (op, implementation) -> why its kernel does not compile here, once that was seen
 _broken: dict[tuple[str, str], str] = {}
 NOT_RAW = "numba", "unfused", "reference"  # the implementations that impl="raw" passes over
@@ -187,7 +176,7 @@ def choose(
     if impl is not None and not isinstance(impl, str):
         names = ", ".join(candidate.name for candidate in impls)
         raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
-    asked = impl or overrides.get().get(impls.op)
+    asked = impl or mode.get().impls.get(impls.op)
     refusals: list[tuple[Impl, str]] = []
     for candidate in impls:
         if not _matches(candidate.name, asked):
@@ -221,7 +210,7 @@ def choose_backward(
     """
     if not impls.share_saved:
         return chosen
-    asked = impl or overrides.get().get(impls.op)
+    asked = impl or mode.get().impls.get(impls.op)
     for candidate in _backward_candidates(impls, chosen, asked):
         refuse = candidate.refuse_backward
         if _refusal(impls, candidate, refuse, asked, arrays, needs, params) is None:
@@ -364,7 +353,7 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """
     call = prepare(op, *args, **kwargs)
     impls, arrays, params = call.impls, call.arrays, call.params
-    asked = call.impl or overrides.get().get(impls.op)
+    asked = call.impl or mode.get().impls.get(impls.op)
     reasons, chosen = _reasons(impls, impls, "refuse", asked, arrays, call.needs, params)
     if chosen is None:
         return Explanation(impls.op, None, reasons)
@@ -420,8 +409,5 @@ def use_impl(**names: str) -> Iterator[None]:
             known = ", ".join(impl.name for impl in OPS[op])
             raise ValueError(f"use_impl: {op} has no {name!r}; it has {known}, raw")
     asked = {OPS[op].op: name for op, name in names.items()}
-    token = overrides.set(Names({**overrides.get(), **asked}))
-    try:
+    with with_mode("impls", Names({**mode.get().impls, **asked})):
         yield
-    finally:
-        overrides.reset(token)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.arrays import for_each, recorders, without_plans
+from gpuattn.arrays import for_each, recorders
 from gpuattn.errors import UnsupportedError
+from gpuattn.modes import without_plans
 from gpuattn.typing import Array, Shape, Xp
 
 ROUNDS = 7

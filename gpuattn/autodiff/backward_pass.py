@@ -12,7 +12,7 @@ from gpuattn.autodiff.hooks import with_hook
 from gpuattn.autodiff.pending_matmul import Consumers
 from gpuattn.autodiff.record import RELEASED, Box, key
 from gpuattn.autodiff.side_stream import wait_for
-from gpuattn.autodiff.tape import calls_recorded
+from gpuattn.autodiff.tape import recording
 from gpuattn.errors import GradientError, UnsupportedError
 
 
@@ -83,22 +83,21 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     for box, grad in zip(roots, root_grads, strict=True):
         if grad is not None:
             deliver(box, grad)
-    token = calls_recorded.set(create_graph)
     try:
-        while nodes:  # popped, so that what a node saved is freed with the last link to it
-            node = nodes.pop()
-            grads = pending.pop(node, None)
-            if useful is not None and node not in useful:
-                continue
-            if grads is not None:
-                propagate(node, grads)
-            consumers.done(node)
-            if waiting:
-                _report_ready(node, waiting, on_ready)
-            if not (retain_graph or create_graph):
-                node.release()
+        with recording(create_graph):
+            while nodes:  # popped, so that what a node saved is freed with the last link to it
+                node = nodes.pop()
+                grads = pending.pop(node, None)
+                if useful is not None and node not in useful:
+                    continue
+                if grads is not None:
+                    propagate(node, grads)
+                consumers.done(node)
+                if waiting:
+                    _report_ready(node, waiting, on_ready)
+                if not (retain_graph or create_graph):
+                    node.release()
     finally:
-        calls_recorded.reset(token)
         propagate = None  # it names itself: only a collection of garbage would free it
     return found
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import to_cpu, without_plans
+from gpuattn.arrays import to_cpu
+from gpuattn.modes import without_plans
 from gpuattn.typing import Array
 
 _debugging = contextvars.ContextVar("gpuattn_debugging", default=False)

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 
-from gpuattn.arrays import without_plans
+from gpuattn.modes import without_plans
 
 _hook: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
     "gpuattn_hook", default=None

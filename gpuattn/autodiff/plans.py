@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn import errors, rng
-from gpuattn.arrays import is_array, on_gpu, recorders, unplanned
+from gpuattn.arrays import is_array, on_gpu, recorders
 from gpuattn.autodiff import side_stream
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.record import Box, write_constant
@@ -28,6 +28,7 @@ from gpuattn.cuda.generated import Code
 from gpuattn.cuda.program import Program, program_of
 from gpuattn.cuda.recorder import recorded
 from gpuattn.impls import NOT_RAW, Call, Impl
+from gpuattn.modes import mode, with_mode
 from gpuattn.typing import Array
 
 MOST = 2048  # plans in each of two generations; a backward pass has at most MOST_GRADIENTS a plan
@@ -197,7 +198,7 @@ def gradients(
     ``saved``: what the plan's program saved. ``grads``: of the results. ``into``: as in ``Impl``.
     ``key``: the call's ``rng.Key``, or None. ``fold``: as in ``impls.Fusion``, or None.
     """
-    if unplanned.get():
+    if not mode.get().planned:
         return run(fold), frozenset()
     found = _gradient_signature(plan, saved, grads, into, fold)
     if found is None:
@@ -228,12 +229,12 @@ def gradients(
 
 def _fold_apart(fold, recorder, product):
     """Return ``fold(product)``, a call that ``recorder`` notes and not what is done in it."""
-    tokens = recorders.set(None), unplanned.set(False)
+    token = recorders.set(None)
     try:
-        taken = fold(product)
+        with with_mode("planned", True):
+            taken = fold(product)
     finally:
-        recorders.reset(tokens[0])
-        unplanned.reset(tokens[1])
+        recorders.reset(token)
     recorder.offered(product)
     return taken
 

@@ -1,8 +1,8 @@
 """Signatures of calls: functions, written as text, of the arguments of one form of calls.
 
-Such a function makes the key of a call: the shapes, strides, dtypes and alignments of its arrays,
-its other arguments by value, and what the choice of an implementation depends on besides. It calls
-the ``Plan.direct`` of the key, with no other Python call in between, or else ``Op.planned``.
+Such a function makes the key of a call: its ``modes.Mode``, the shapes, strides, dtypes and
+alignments of its arrays, and its other arguments by value. It calls the ``Plan.direct`` of the key,
+with no other Python call in between, or else ``Op.planned``.
 """
 
 import functools
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn import rng
-from gpuattn.arrays import batch_invariant, import_cupy, on_gpu, unplanned
+from gpuattn.arrays import import_cupy, on_gpu
 from gpuattn.autodiff.record import Box
 from gpuattn.cuda.generated import Code, unpacked
-from gpuattn.impls import overrides
+from gpuattn.modes import mode
 from gpuattn.typing import Array
 
 PLAIN = type(None), bool, int, float, str
@@ -32,12 +32,11 @@ Caller = Callable[..., Any]  # makes a call: of (args, kwargs), or of the operan
 class Op(NamedTuple):
     """How calls of an op are made.
 
-    ``recording()``: whether calls are recorded. ``planned(args, kwargs, found)``: makes a call that
-    may have a plan. ``unplanned(args, kwargs)``: one that has none. ``any(args, kwargs)``: a call
-    of any form. ``operands``: how many an operator takes, by position alone; None: any arguments.
+    ``planned(args, kwargs, found)``: makes a call that may have a plan.
+    ``unplanned(args, kwargs)``: one that has none. ``any(args, kwargs)``: a call of any form.
+    ``operands``: how many an operator takes, by position alone; None: any arguments.
     """
 
-    recording: Callable[[], bool]
     planned: Callable[[tuple, dict[str, Any], Found], Any]
     unplanned: Callable[[tuple, dict[str, Any]], Any]
     any: Callable[[tuple, dict[str, Any]], Any]
@@ -71,10 +70,10 @@ def kinds_of(check: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
 class Form:
     """Writes the Caller of calls whose values have the types and names of ``values``.
 
-    It passes calls with other arguments, and those ``without_plans``, on to ``op.any``. That of an
-    operator takes its operands, which saves a tuple and a dict for each call.
+    It passes calls with other arguments on to ``op.any``. That of an operator takes its operands,
+    which saves a tuple and a dict for each call.
     ``start``: what keys begin with. ``names``: of the last of ``values``. ``xp_array``: the class
-    of all arrays. ``direct``: returns the ``Plan.direct`` of a key, or None. 
+    of all arrays. ``direct``: returns the ``Plan.direct`` of a key, or None.
     ``other(args, kwargs)``: makes the call if Boxes hold arrays of another class. Raises Unsigned.
     """
 
@@ -87,21 +86,18 @@ class Form:
         if not self.on_gpu and xp_array is not np.ndarray:
             raise Unsigned
         self.code = Code(
-            start=start, xp_array=xp_array, other=other, overrides=overrides.get,
-            invariant=batch_invariant.get, direct=direct, is_recording=op.recording,
-            planned=op.planned, unplanned=op.unplanned, any=op.any, plans_off=unplanned.get,
+            start=start, xp_array=xp_array, other=other, mode=mode.get, direct=direct,
+            planned=op.planned, unplanned=op.unplanned, any=op.any,
         )  # fmt: skip
         self.takes = "args, kwargs"
         if op.operands is not None:
             self.takes = ", ".join(f"x{i}" for i in range(op.operands))
         self.call = self.takes if op.operands is None else f"({self.takes},), {{}}"
-        self.key = ["start"]
+        self.key = ["start", "mode()"]
         self.arrays: list[str] = []
         self.given: list[str] = []
         self.seed = "None"
         self._expect(values, names)
-        if any(isinstance(value, Box) for value in values):
-            self.code.add("recording = is_recording()")
         names = (*[""] * (len(values) - len(names)), *names)
         for i, (value, name) in enumerate(zip(values, names, strict=True)):
             sign = self._sign_seed if name == "seed" else self._sign
@@ -109,18 +105,15 @@ class Form:
 
     def _expect(self, values, names):
         """Name the values x0, x1, ..., if they are as many and of the same types and names."""
-        others = []
         if self.takes == "args, kwargs":
             kept = f"(*kwargs,) != {self.code.name('names', names)}" if names else "kwargs"
-            self._pass_on_if(f"{kept} or len(args) != {len(values) - len(names)} or plans_off()")
+            self._pass_on_if(f"{kept} or len(args) != {len(values) - len(names)}")
             given = "(*args, *kwargs.values())" if names else "args"
             if values:
                 self.code.add(f"{unpacked('x', len(values))}= {given}")
-        else:
-            others = ["plans_off()"]
-        kinds = [self.code.name("kind", type(value)) for value in values]
-        others += [f"type(x{i}) is not {kind}" for i, kind in enumerate(kinds)]
-        if others:
+        if values:
+            kinds = [self.code.name("kind", type(value)) for value in values]
+            others = [f"type(x{i}) is not {kind}" for i, kind in enumerate(kinds)]
             self._pass_on_if(" or ".join(others))
 
     def _pass_on_if(self, condition, to="any"):
@@ -133,7 +126,7 @@ class Form:
             data = x.replace("x", "data")
             self.code.add(f"{data} = {x}.data")
             self._pass_on_if(f"type({data}) is not xp_array", "other")
-            self.key.append(f"recording and {x}.requires_grad")
+            self.key.append(f"{x}.requires_grad")
             self._sign_array(x, data)
         elif kind is float:
             self.key.append(f"{x} or str({x})")  # 0.0 and -0.0 are equal
@@ -189,7 +182,6 @@ class Form:
             elsewhere = " or ".join(f"{x}.data.device_id != here" for x in self.arrays)
             self._pass_on_if(elsewhere, "unplanned")
             self.key.append("here")
-        self.key += ["overrides() or None", "invariant()"]
         key, arrays, at, given = (
             f"({''.join(f'{one}, ' for one in part)})"
             for part in (self.key, self.arrays, addresses, self.given)

@@ -6,29 +6,24 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
-from gpuattn.arrays import device_of, unplanned, without_plans
+from gpuattn.arrays import device_of
 from gpuattn.autodiff import plans
 from gpuattn.autodiff.hooks import with_hook
 from gpuattn.autodiff.record import Box, Node, constants
 from gpuattn.autodiff.signatures import kinds_of
 from gpuattn.errors import KernelCompileError
 from gpuattn.impls import Call, Impls, Result, choose, choose_another, choose_backward
+from gpuattn.modes import mode, with_mode, without_plans
 
 Arguments = ParamSpec("Arguments")
-calls_recorded = contextvars.ContextVar("gpuattn_recording", default=True)
 _witnesses: contextvars.ContextVar[dict | None] = contextvars.ContextVar(
     "gpuattn_witnesses", default=None
 )
 
 
-@contextlib.contextmanager
-def recording(on: bool) -> Iterator[None]:
+def recording(on: bool) -> contextlib.AbstractContextManager[None]:
     """Turn recording on or off for a block, in this thread and context."""
-    token = calls_recorded.set(on)
-    try:
-        yield
-    finally:
-        calls_recorded.reset(token)
+    return with_mode("recorded", on)
 
 
 def no_grad() -> contextlib.AbstractContextManager[None]:
@@ -38,7 +33,7 @@ def no_grad() -> contextlib.AbstractContextManager[None]:
 
 def is_recording() -> bool:
     """Return whether calls are recorded in this thread and context."""
-    return calls_recorded.get()
+    return mode.get().recorded
 
 
 def raw(x: Any) -> Any:
@@ -71,6 +66,8 @@ def op(
         return _run(check(*args, **kwargs))
 
     def planned_call(args, kwargs, found):
+        if not mode.get().planned:
+            return _run(check(*args, **kwargs))
         key, arrays, addresses, given, seed = found
         plan = plans.table.find(key)
         if plan.__class__ is plans.Plan:
@@ -93,7 +90,7 @@ def op(
 
     def any_call(args, kwargs):
         nonlocal last
-        if unplanned.get():
+        if not mode.get().planned:
             return _run(check(*args, **kwargs))
         kinds, table = kinds_of(check, args, kwargs), plans.table
         call = table.forms.get(kinds)
@@ -110,7 +107,7 @@ def op(
         nonlocal last
         last = any_call if operands is None else any_operands
 
-    how = plans.Op(calls_recorded.get, planned_call, unplanned_call, any_call, operands)
+    how = plans.Op(planned_call, unplanned_call, any_call, operands)
     last: Callable  # the Caller of the last form, which most calls have
     forget()
     runs: dict[int | None, Callable] = {
@@ -158,7 +155,7 @@ def _apply(impls, inputs, impl, params, draft=None):
     needs = (False,) * len(inputs)
     if boxed is not None:
         wanted = tuple([isinstance(x, Box) and x.requires_grad for x in inputs])
-        if calls_recorded.get():
+        if mode.get().recorded:
             needs = wanted
         elif (seen := _witnesses.get()) is not None:
             seen.update((id(x), x) for x, want in zip(inputs, wanted, strict=True) if want)

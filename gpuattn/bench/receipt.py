@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 COVERED = (
     "rawkernels", "gpuattn/ops", "gpuattn/numbakernels", "gpuattn/autodiff", "gpuattn/cuda",
     "gpuattn/gemm", "gpuattn/runtime", "gpuattn/engine", "gpuattn/arrays.py", "gpuattn/rng.py",
-    "gpuattn/impls.py",
+    "gpuattn/impls.py", "gpuattn/modes.py",
 )  # fmt: skip
 TIMED = "timing"  # the marker of tests with time limits
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16, import_cupy, without_plans
+from gpuattn.arrays import BFLOAT16, import_cupy
 from gpuattn.cuda import ceilings as reach
+from gpuattn.modes import without_plans
 
 SAMPLES = 20
 TURNS = 4  # of each launch in ``alternate``, half of them in reverse order

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import ctype, import_cupy, on_gpu, recorders, rehearsing, without_plans
+from gpuattn.arrays import ctype, import_cupy, on_gpu, recorders, rehearsing
 from gpuattn.cuda import disk_cache, sources
 from gpuattn.cuda.compiler import compile_text, nvrtc_version
 from gpuattn.cuda.driver_launch import COOPERATIVE, PROGRAMMATIC, DriverLaunch, clusters_at_once
@@ -25,6 +25,7 @@ from gpuattn.cuda.gpu import gpu, kernels_refusal
 from gpuattn.cuda.sources import Constant
 from gpuattn.environment import usable_cores
 from gpuattn.errors import KernelCompileError
+from gpuattn.modes import without_plans
 
 SCALARS = {
     "int": np.int32,

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import import_cupy, recorders, without_plans
+from gpuattn.arrays import import_cupy, recorders
 from gpuattn.cuda.addresses import WORD, Unplaced, addresses_in, extent
 from gpuattn.cuda.driver_launch import DriverLaunch
 from gpuattn.cuda.steps import Begin, Deferred, End, Launch, Offer, Product
+from gpuattn.modes import without_plans
 from gpuattn.typing import Array
 
 

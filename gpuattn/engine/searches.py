@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
+from gpuattn.arrays import import_cupy, on_gpu
+from gpuattn.modes import with_mode
 from gpuattn.nn.tensors import Tensors
 from gpuattn.runtime.graphs import Replays
 
@@ -22,7 +23,7 @@ class Searches:
 
     A key begins with slots, beams and room, whose product is counted as cached tokens.
     ``notify(sentence)``: called with the reason where steps cannot be CUDA graphs. ``invariant``:
-    whether ``arrays.batch_invariant`` is set for their launches.
+    ``Mode.batch_invariant`` of their launches.
     """
 
     def __init__(
@@ -89,15 +90,12 @@ class Searches:
     @contextlib.contextmanager
     def on_stream(self, *events: Any) -> Iterator[None]:
         """Return a context for launches of searches, behind ``events``."""
-        token = batch_invariant.set(self._invariant)
-        try:
-            with self._stream or contextlib.nullcontext():
-                for event in events:
-                    if event is not None:
-                        self._stream.wait_event(event)
-                yield
-        finally:
-            batch_invariant.reset(token)
+        stream = self._stream or contextlib.nullcontext()
+        with with_mode("batch_invariant", self._invariant), stream:
+            for event in events:
+                if event is not None:
+                    self._stream.wait_event(event)
+            yield
 
     def _weights(self):
         """Return the addresses of the Tensors; none on NumPy, where no graph has them."""

@@ -23,6 +23,7 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import launches
 from gpuattn.cuda.scratch import workspace
 from gpuattn.gemm.bindings import bindings
+from gpuattn.modes import mode
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends on Hopper
 MOST_PLANS = 4096  # then evict all: more plans than this means that shapes never repeat
@@ -78,7 +79,7 @@ def multiply(
         a.shape, a.strides, b.shape, b.strides, dtype, b.dtype,
         None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
         transpose_a, transpose_b, accumulate and out is not None, epilogue, share, low & -low,
-        dtype == FLOAT32 and _tf32(cupy), arrays.batch_invariant.get(),
+        dtype == FLOAT32 and _tf32(cupy), mode.get().batch_invariant,
         cupy.cuda.runtime.getDevice(), a.data.device_id, b.data.device_id,
     )  # fmt: skip
     plan = _plans.get(key)

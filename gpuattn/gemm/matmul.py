@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import (
-    batch_invariant,
     check_floats,
     check_together,
     get_xp,
@@ -22,9 +21,10 @@ from gpuattn.arrays import (
 from gpuattn.errors import warn_slow_path
 from gpuattn.gemm import cublaslt
 from gpuattn.gemm.cublaslt import Reason
+from gpuattn.modes import mode
 
 Array = Any
-BLOCK_ROWS = 16  # of a product on NumPy where ``arrays.batch_invariant`` is set
+BLOCK_ROWS = 16  # of a product on NumPy where ``Mode.batch_invariant`` is set
 
 
 def matmul(
@@ -191,7 +191,7 @@ def _product(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return a @ b; from 16-bit operands NumPy gives float32 and a GPU the operands' dtype."""
     if get_xp(a, b) is np:
         a, b = _for_blas(a), _for_blas(b)
-        return _by_blocks(a, b, out) if batch_invariant.get() else np.matmul(a, b, out=out)
+        return _by_blocks(a, b, out) if mode.get().batch_invariant else np.matmul(a, b, out=out)
     done = _warned(cublaslt.multiply(a, b, out))
     if type(done) is not Reason:
         return done

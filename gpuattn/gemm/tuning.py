@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gpuattn.arrays import without_plans
 from gpuattn.cuda import disk_cache
 from gpuattn.gemm import cublaslt
 from gpuattn.gemm.cublaslt import Candidate, MatmulPlan
+from gpuattn.modes import without_plans
 
 Result = TypeVar("Result")
 Table = dict[str, Candidate]  # by kind of product

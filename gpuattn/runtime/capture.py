@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from gpuattn import rng
-from gpuattn.arrays import device_of, on_gpu, rehearsing, unplanned
+from gpuattn.arrays import device_of, on_gpu, rehearsing
 from gpuattn.autodiff import frozen, tape
 from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.autodiff.watch import Watch
 from gpuattn.errors import UnsupportedError, problem, warn_slow_path
+from gpuattn.modes import mode
 from gpuattn.nn.dropout import RandomState
 from gpuattn.runtime import graph_arrays
 from gpuattn.runtime.graph_arrays import HALF, SLOTS, Ring
@@ -82,7 +83,7 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cupy = self._cupy or self._find_cupy()
-        if cupy is None or (unplanned.get() and _is_observed()) or rng.is_numbered():
+        if cupy is None or (not mode.get().planned and _is_observed()) or rng.is_numbered():
             return self.function(*args, **kwargs)
         signatures = self._signatures
         key, leaves = signatures.last(args, kwargs) or signatures.find(args, kwargs)

@@ -10,9 +10,10 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from gpuattn.arrays import import_cupy, rehearsing, without_plans
+from gpuattn.arrays import import_cupy, rehearsing
 from gpuattn.gemm.matmul import capture_refusal
 from gpuattn.gemm.tuning import tune
+from gpuattn.modes import without_plans
 from gpuattn.runtime.device import is_out_of_memory
 
 DEFAULT_STREAMS = 0, 1, 2  # addresses: CuPy's null stream, CUDA's legacy one, that of each thread

@@ -14,7 +14,7 @@ from gpuattn.autodiff.record import RELEASED
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda.generated import Code
 from gpuattn.errors import UnsupportedError, problem
-from gpuattn.impls import overrides
+from gpuattn.modes import mode
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 MOST_FORMS = 64  # of a function: more than signatures that it keeps
@@ -79,10 +79,7 @@ class Signatures:
 
     def _form(self, args, kwargs):
         """Return the Caller of calls like this one."""
-        code = Code(
-            start=object(), recording=tape.is_recording,
-            device=self.cupy.cuda.runtime.getDevice, overrides=overrides.get,
-        )  # fmt: skip
+        code = Code(start=object(), mode=mode.get, device=self.cupy.cuda.runtime.getDevice)
         form = _Form(code, self.cupy.ndarray)
         positions, names = self.donated
         donated = [i in positions for i in range(len(args))] + [name in names for name in kwargs]
@@ -92,7 +89,7 @@ class Signatures:
             given = "(*args, *kwargs.values())"
         form.refuse_if(f"{'' if kwargs else 'kwargs or '}len(args) != {len(args)}")
         form.add_all(given, (*args, *kwargs.values()), donated)
-        key = ", ".join(["start", "recording()", "device()", "overrides() or None", *form.key])
+        key = ", ".join(["start", "mode()", "device()", *form.key])
         code.add(f"return ({key}), [{', '.join(form.leaves)}]")
         return code.function("args, kwargs")
 

@@ -12,11 +12,12 @@ from in_threads import in_threads
 import gpuattn
 from gpuattn import Tensor, no_grad
 from gpuattn import rng as keys
-from gpuattn.arrays import to_cpu, without_plans
+from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import plans
 from gpuattn.autodiff.tape import raw
 from gpuattn.bench.timing import Graph
 from gpuattn.errors import GradientError
+from gpuattn.modes import without_plans
 
 SHAPES = (4, 16), (2, 3, 16), (0, 16), (16,), (3, 5)
 DTYPES = "float32", "float16", "float64", "int32"

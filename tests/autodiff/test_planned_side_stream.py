@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from arena import Arena
 
-from gpuattn import arrays
+from gpuattn import arrays, modes
 from gpuattn.autodiff import plans, side_stream
 from gpuattn.cuda.program import Program
 from gpuattn.models import GPT2, GPT2Config
@@ -165,7 +165,7 @@ def test_the_same_launches_on_the_same_streams(dropout, monkeypatch):
             if turn:
                 workspace.backward(loss)
             else:
-                with arrays.without_plans():
+                with modes.without_plans():
                     workspace.backward(loss)
             turns.append(list(log))
         assert counts[True] > counts[False] and counts["fold"]

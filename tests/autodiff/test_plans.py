@@ -17,7 +17,7 @@ from fake_gpu import GPUS
 from ops import test_launch_plans as cases
 
 import gpuattn
-from gpuattn import Tensor, arrays
+from gpuattn import Tensor, arrays, modes
 from gpuattn import rng as keys
 from gpuattn.autodiff import backward_pass, plans, tape
 from gpuattn.cuda.kernels import kernel
@@ -153,14 +153,14 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
         for run, size in some:
             for dtype in cases.DTYPES:
                 turns = []
-                with arrays.without_plans():
+                with modes.without_plans():
                     run(dtype, size)
                 for turn in range(5):
                     arena.reset()
                     noted.clear()
                     noted.parameters.clear()
                     products.clear()
-                    with arrays.without_plans() if turn == 0 else contextlib.nullcontext():
+                    with modes.without_plans() if turn == 0 else contextlib.nullcontext():
                         run(dtype, size)
                     turns.append((copy_of(noted), list(products)))
                 for launches, multiplied in turns[1:]:
@@ -201,7 +201,7 @@ def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monk
             programs.clear()
             planned = launches(seed)
             assert programs["forward", True] == 2 and programs["gradients", True] == 3
-            with arrays.without_plans():
+            with modes.without_plans():
                 assert not differences(launches(seed), planned, arena), seed
 
 
@@ -302,7 +302,7 @@ def test_one_array_in_two_places_is_planned(programs, monkeypatch):
         for offsets in ((one, one), (one, two), (two, one), (two, two)) * 5:
             programs.clear()
             planned = launches(*offsets)
-            with arrays.without_plans():
+            with modes.without_plans():
                 assert not differences(launches(*offsets), planned, arena)
         assert programs["forward", True] == 1 and programs["gradients", True] == 1
 

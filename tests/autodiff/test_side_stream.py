@@ -5,10 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 
-from gpuattn.arrays import to_cpu, without_plans
+from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import side_stream
 from gpuattn.data.batching import PackedLoader
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
+from gpuattn.modes import without_plans
 from gpuattn.ops.linear import gradients as linear_gradients
 from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.workspace import Workspace

@@ -10,7 +10,7 @@ from fake_gpu import GPUS, KIB
 from fake_launches import as_array, fake_cupy, launches_on
 
 import gpuattn
-from gpuattn.arrays import BFLOAT16, without_plans
+from gpuattn.arrays import BFLOAT16
 from gpuattn.bench import doctor
 from gpuattn.cli.main import main
 from gpuattn.cuda import gpu as module
@@ -19,6 +19,7 @@ from gpuattn.cuda.compiler import architecture, compile_text
 from gpuattn.cuda.gpu import LIMITS, gpu, kernels_refusal, tensor_core_refusal
 from gpuattn.errors import ConfigError, HardwareRefusal, KernelCompileError, UnsupportedError
 from gpuattn.impls import prepare
+from gpuattn.modes import without_plans
 from gpuattn.runtime.device import choose_device
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fake_runs import Array, training_on
 
-from gpuattn.arrays import BFLOAT16, batch_invariant
+from gpuattn.arrays import BFLOAT16
 from gpuattn.engine import Engine, beam, generation, plans
 from gpuattn.engine.engine import _no_text
 from gpuattn.engine.inputs import portions
@@ -13,6 +13,7 @@ from gpuattn.gemm.matmul import BLOCK_ROWS, matmul
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.llama import Llama, LlamaConfig
 from gpuattn.models.translation import TranslationConfig, TranslationModel
+from gpuattn.modes import with_mode
 
 BOS, EOS, VOCAB, ROOM = 1, 2, 57, 96  # odd sizes: BLAS has other kernels for their edges
 SETTINGS = {"bos": BOS, "eos": EOS, "banned": (0, BOS, 3)}
@@ -184,15 +185,13 @@ def test_a_nan_harms_no_other():
 def test_rows_of_a_product(rng, K, N):
     """Equal rows are equal bits wherever they stand, among however many others."""
     weight = rng.standard_normal((N, K), np.float32)
-    rows, token = rng.standard_normal((3, K), np.float32), batch_invariant.set(True)
-    try:
+    rows = rng.standard_normal((3, K), np.float32)
+    with with_mode("batch_invariant", True):
         want = matmul(rows, weight, transpose_b=True)
         for count in (1, 2, 5, BLOCK_ROWS, BLOCK_ROWS + 1, 4 * BLOCK_ROWS - 1):
             chosen = rng.integers(0, 3, count)
             np.testing.assert_array_equal(matmul(rows[chosen], weight.T), want[chosen])
         assert matmul(rows[:0], weight.T).shape == (0, N)
-    finally:
-        batch_invariant.reset(token)
     np.testing.assert_allclose(want, rows.astype(np.float64) @ weight.T, rtol=1e-4, atol=1e-4)
 
 

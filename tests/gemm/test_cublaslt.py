@@ -11,11 +11,12 @@ from fake_cublaslt import gpu
 from fake_gpu import GPUS
 from in_threads import in_threads
 
-from gpuattn.arrays import batch_invariant, wide
+from gpuattn.arrays import wide
 from gpuattn.autodiff.numpy import products
 from gpuattn.errors import SlowPathWarning
 from gpuattn.gemm import cublaslt, matmul, tuning
 from gpuattn.gemm.bindings import bindings
+from gpuattn.modes import with_mode
 
 M, K, N = 6, 33, 7
 REFUSED = "cuBLASLt planned this product but refuses to launch it"
@@ -336,11 +337,8 @@ def test_batch_invariant_products_are_not_split_or_tuned(fake, rng, monkeypatch,
     monkeypatch.setattr(tuning, "_path", lambda plan: tmp_path / "algorithms.json")
     a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
     cublaslt.multiply(a, b)
-    token = batch_invariant.set(True)
-    try:
+    with with_mode("batch_invariant", True):
         found = tuning.tune(lambda: cublaslt.multiply(a, b))
-    finally:
-        batch_invariant.reset(token)
     np.testing.assert_array_equal(found, a @ b)
     assert [p["REDUCTION_SCHEME_MASK"] for p in fake.preferences] == [2, 0]
     assert fake.ran == [0, 0] and len(cublaslt._plans) == 2

@@ -14,7 +14,8 @@ from gpuattn.arrays import check_floats, check_together, is_floating, on_gpu, to
 from gpuattn.autodiff.frozen import is_debugging
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.errors import UnsupportedError, problem
-from gpuattn.impls import Call, Fusion, Impl, Impls, overrides
+from gpuattn.impls import Call, Fusion, Impl, Impls
+from gpuattn.modes import mode
 from gpuattn.ops.arguments import (
     check_choice,
     check_flags,
@@ -106,7 +107,7 @@ def flash_attention(
     if softcap is not None:
         accepted = "a positive number, or None"
         softcap = number(NAME, "softcap", softcap, accepted, lambda c: 0 < c < math.inf)
-    if return_lse and (impl or overrides.get().get(NAME)) == "unfused":
+    if return_lse and (impl or mode.get().impls.get(NAME)) == "unfused":
         raise UnsupportedError(f"{NAME}: unfused returns no lse; without it any other form does")
     head_dim = raw(inputs["q"]).shape[-1]
     scale = head_dim**-0.5 if scale is None else scale

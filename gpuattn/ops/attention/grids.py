@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import batch_invariant, get_xp, wide
+from gpuattn.arrays import get_xp, wide
+from gpuattn.modes import mode
 from gpuattn.ops.attention.dropout import TILE, keep_block
 from gpuattn.typing import Array, Shape, Xp
 
@@ -187,7 +188,7 @@ def layouts(
         limits = max_seqlen_q, max_seqlen_k
         return [Packed(xp, slice(None), starts, lengths, limits, tokens)]
     size = np.maximum(*lengths)
-    if not batch_invariant.get():  # in a grid no sequence is twice as long as another
+    if not mode.get().batch_invariant:  # in a grid no sequence is twice as long as another
         size = 2 ** np.ceil(np.log2(np.maximum(size, TILE))).astype(int)
     found = []
     for n in np.unique(size):

@@ -16,6 +16,7 @@ from gpuattn.cuda.gpu import gpu, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Impl, Impls
+from gpuattn.modes import mode
 from gpuattn.ops.attention.append_kv import append_kv
 from gpuattn.ops.attention.decode_attention import decode_attention
 from gpuattn.ops.attention.flash_attention import flash_attention
@@ -85,7 +86,7 @@ def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *,
     append_kv(k_cache, v_cache, k, v, key_counts - 1, page_table=page_table)
     return decode_attention(
         q, k_cache, v_cache, key_counts, slots=slots, page_table=page_table,
-        batch_invariant=arrays.batch_invariant.get(),
+        batch_invariant=mode.get().batch_invariant,
     ), None  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def _warps_and_heads(blocks, kv_heads, head_dim, beam, room, multiprocessors):
     beams the heads of a block share the list of rows.
     """
     at_once = 12 if head_dim == 128 else 24  # warps of a multiprocessor, by their registers
-    chosen = not arrays.batch_invariant.get()
+    chosen = not mode.get().batch_invariant
     if beam > 1:
         many = kv_heads % 4 == 0 and head_dim < 128 and blocks >= 4 * multiprocessors
         shared = 4 if many else 1

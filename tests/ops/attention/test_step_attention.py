@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from gpuattn import explain
-from gpuattn.arrays import batch_invariant, get_xp, to_cpu
+from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.bench.samples import DTYPES
+from gpuattn.modes import with_mode
 from gpuattn.ops.attention.step_attention import step_attention
 
 
@@ -132,11 +133,8 @@ def test_pages_have_the_bits_of_caches(gpu):
 def test_the_same_bits_in_any_batch(gpu):
     given = problem(gpu, "bfloat16", 6, 4, 50, 8, 8, 64)
     alone = [x[4:8].copy() for x in given[:6]] + [given[6][1:2].copy()]
-    token = batch_invariant.set(True)
-    try:
+    with with_mode("batch_invariant", True):
         whole, part = step_attention(*given), step_attention(*alone)
-    finally:
-        batch_invariant.reset(token)
     np.testing.assert_array_equal(to_cpu(whole[4:8]), to_cpu(part))
 
 
