@@ -22,30 +22,26 @@ FORMATS = {
 }  # fmt: skip
 CONFIG = "7IPPQ"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
 ATTRIBUTE = "QQ56x"  # CUlaunchAttribute: its id, its value
-EXTRA = "5PQ"  # (name, address) of the parameters and of their size, END; then the size itself
-STREAM_AT, ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
-    Struct(head).size
-    for head in ("7I0P", CONFIG, CONFIG + ATTRIBUTE, CONFIG + ATTRIBUTE + "5P",
-                 CONFIG + ATTRIBUTE + EXTRA)
-)  # fmt: skip
+STREAM_AT, ATTRIBUTE_AT, PLACES_AT = (
+    Struct(head).size for head in ("7I0P", CONFIG, CONFIG + ATTRIBUTE)
+)  # PLACES_AT: the addresses of the parameters, which follow them
 CLUSTER = "I4x3I52x"  # CUlaunchAttribute: its id, the blocks of a cluster along x, y, z
 # CU_LAUNCH_ATTRIBUTE_*: COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC = 2, 4, 6
-END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 INVALID_CONTEXT = 201  # CUDA_ERROR_*
 
 
-class Packed(NamedTuple):
-    """What the driver reads for one launch, in ``memory`` at ``address``.
+# an address as an argument of a C function. Made ahead, it is passed on: ctypes takes 0.3 us to
+# make four of integers
+pointer = ctypes.c_void_p.from_param
 
-    ``parameters``, ``extra``: the addresses of the two forms of parameters, of which the driver
-    takes one.
-    """
+
+class Packed(NamedTuple):
+    """What the driver reads for one launch, in ``memory``: ``config``, ``places``: ``pointer``s."""
 
     memory: Any
-    address: int
-    parameters: int | None
-    extra: int | None
+    config: Any
+    places: Any
 
 
 class DriverLaunch:
@@ -58,11 +54,10 @@ class DriverLaunch:
     def __init__(self, function: Any, kinds: Sequence[str], attribute: int | None) -> None:
         self.function, self.kinds, self.cuda = function, kinds, import_cupy().cuda
         self.attribute, self.driver_launch = attribute, _driver_launch()
+        self.handle = pointer(function.ptr)
         self.pointers = [i for i, kind in enumerate(kinds) if kind.endswith("*")]
         known = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
         self.structs = [i for i in range(len(kinds)) if i not in known]
-        # the compiler chooses where tensor maps lie among the parameters: pass each by its address
-        self.by_address = any(kind.startswith("TensorMap") for kind in kinds)
         self.layout: Any = None
 
     def __call__(
@@ -94,35 +89,26 @@ class DriverLaunch:
         bx, by, bz = (*block, 1, 1)[:3]
         memory = self.memory()
         at = ctypes.addressof(memory)
-        places: Sequence[int]
-        if self.by_address:
-            places = [at + offset for offset in self.offsets]
-            packed = Packed(memory, at, at + EXTRA_AT, None)
-        else:
-            places = (
-                BUFFER_POINTER, at + PARAMETERS_AT, BUFFER_SIZE, at + SIZE_AT, END,
-                self.layout.size - PARAMETERS_AT,
-            )  # fmt: skip
-            packed = Packed(memory, at, None, at + EXTRA_AT)
+        places = [at + offset for offset in self.offsets]
         self.layout.pack_into(
             memory, 0, gx, gy, gz, bx, by, bz, shared_mem, stream, at + ATTRIBUTE_AT,
             self.attribute is not None, self.attribute or 0, 1, *places, *values,
         )  # fmt: skip
-        return packed
+        return Packed(memory, pointer(at), pointer(at + PLACES_AT))
 
     def launch(self, packed: Packed) -> None:
         """Launch. Raises what CuPy raises for an error of the driver."""
-        _, address, parameters, extra = packed
-        status = self.driver_launch(address, self.function.ptr, parameters, extra)
+        _, config, places = packed
+        status = self.driver_launch(config, self.handle, places, None)
         if status == INVALID_CONTEXT:  # this thread's first call
             self.cuda.Device().use()
-            status = self.driver_launch(address, self.function.ptr, parameters, extra)
+            status = self.driver_launch(config, self.handle, places, None)
         if status:
             self.cuda.driver.check_status(status)
 
     def _lay_out(self, values: list[Any]) -> None:
         """Set the layout of what the driver reads; structs have the sizes of the first call."""
-        head = CONFIG + ATTRIBUTE + (f"{len(values)}P" if self.by_address else EXTRA)
+        head = CONFIG + ATTRIBUTE + f"{len(values)}P"
         formats = dict.fromkeys(self.pointers, "P")
         formats |= {i: f"0Q{len(values[i])}s" for i in self.structs}
         self.words = words = [formats.get(i) or FORMATS[kind] for i, kind in enumerate(self.kinds)]
@@ -150,6 +136,6 @@ def clusters_at_once(function: Any, blocks: int, threads: int, shared_bytes: int
 
 @functools.cache
 def _driver_launch() -> Any:
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    launch.argtypes = [ctypes.c_void_p] * 4
-    return launch
+    """Return the driver's function, of a ``pointer`` to the configuration, to the function and to
+    the addresses of the parameters, and None."""
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -22,7 +22,6 @@ from gpuattn.cuda.steps import Deferred, Launch, Offer, Text
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
-SMALL = 32 << 20  # bytes of the arrays of a call: an H200 takes as long for them as the host does
 ALIGNMENT = 512  # bytes: of the memory that CuPy allocates
 
 
@@ -141,9 +140,8 @@ class _Text(Text):
                 "try:", f"    one = {free}.pop()", "except IndexError:", f"    one = {pack}()",
                 f"{names}= one",
             )  # fmt: skip
-        small = sum(x.nbytes for x in self.recorder.arrays) <= SMALL
         for step in self.recorder.steps:
-            step.run(self, small)
+            step.run(self)
         if launched:
             self.add(f"{free}.append(one)")
 

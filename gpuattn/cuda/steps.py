@@ -6,9 +6,8 @@ The code calls arrays x0, x1, ... and their addresses p0, p1, ...
 from collections.abc import Callable
 from typing import Any
 
-from gpuattn.arrays import import_cupy
 from gpuattn.cuda.addresses import WORD
-from gpuattn.cuda.driver_launch import EXTRA_AT, PROGRAMMATIC, STREAM_AT
+from gpuattn.cuda.driver_launch import STREAM_AT
 from gpuattn.cuda.generated import Code
 from gpuattn.cuda.kernels import launches
 from gpuattn.cuda.scratch import counters
@@ -44,7 +43,8 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.driver, self.given = kernel, kernel.driver_launch, given
         self.words, self.maps, self.counted, self.numbers = words, maps, counted, numbers
-        self.place, self.names = place, f"packed{place}, words{place}, at{place}, extra{place}, "
+        self.place = place
+        self.names = f"packed{place}, words{place}, config{place}, places{place}, "
         self.names += f"halves{place}, " * bool(numbers) + f"bytes{place}, " * bool(maps)
 
     def pack(self) -> list:
@@ -52,7 +52,7 @@ class Launch:
         packed = self.driver.pack(*self.given, 0)
         view = memoryview(packed.memory).cast("B")
         more = [view.cast("I")] * bool(self.numbers) + [view] * bool(self.maps)
-        return [packed, view.cast("Q"), packed.address, packed.address + EXTRA_AT, *more]
+        return [packed, view.cast("Q"), packed.config, packed.places, *more]
 
     def touched(self) -> set[int]:
         """Return which arrays the launch reads or writes."""
@@ -61,9 +61,8 @@ class Launch:
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """A launch takes any addresses."""
 
-    def run(self, code: Code, small: bool) -> None:
-        """``small``: the call takes the host longer than the GPU, so nothing is gained if a
-        kernel's blocks start before the kernel before it has ended."""
+    def run(self, code: Code) -> None:
+        """Write the launch."""
         i = self.place
         for at, place, offset in self.words:
             code.add(f"words{i}[{at}] = {_address(place, offset)}")
@@ -74,28 +73,14 @@ class Launch:
         for at, place, offset, encode in self.maps:
             maps = code.name("maps", _Maps(encode))
             code.add(f"bytes{i}[{at}:{at + MAP_BYTES}] = {maps}[{_address(place, offset)}]")
-        function = code.name("function", self.driver.function.ptr)
-        to_stream = f"words{i}[{STREAM_WORD}] = stream"
-        again = f"{code.name('again', self.driver.launch)}(packed{i})"  # or raises
-        lists = f"extra{i}, 0" if self.driver.by_address else f"0, extra{i}"
-        attribute = self.driver.attribute
-        if attribute is None or (small and attribute == PROGRAMMATIC):
-            # CuPy's call is shorter than one of ctypes, and takes no attribute
-            driver = import_cupy().cuda.driver
-            grid, block, _, shared_bytes = self.given
-            sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_bytes
-            given = ", ".join("1" if n == 1 else code.name("size", n) for n in sizes)
-            launch = code.name("launch", driver.launchKernel)
-            code.add(
-                "try:",
-                f"    {launch}({function}, {given}, stream, {lists})",
-                f"except {code.name('error', driver.CUDADriverError)}:",
-                f"    {to_stream}",
-                f"    {again}",
-            )  # fmt: skip
-        else:
-            call = code.name("launch", self.driver.driver_launch)
-            code.add(to_stream, f"if {call}(at{i}, {function}, {lists}):", f"    {again}")
+        function = code.name("function", self.driver.handle)
+        launch = code.name("launch", self.driver.driver_launch)
+        again = code.name("again", self.driver.launch)  # or raises
+        code.add(
+            f"words{i}[{STREAM_WORD}] = stream",
+            f"if {launch}(config{i}, {function}, places{i}, None):",
+            f"    {again}(packed{i})",
+        )
         code.add(f"{code.name('count', launches.place(self.kernel.name))}[0] += 1")
 
 
@@ -141,7 +126,7 @@ class Product:
         if wrong:
             code.add(f"if {' or '.join(wrong)}:", "    return None")
 
-    def run(self, code: Code, small: bool) -> None:
+    def run(self, code: Code) -> None:
         run, fail = code.name("run", self.plan.run_at), code.name("fail", self._fail)
         at = ", ".join("0" if place is None else _address(*place) for place in self.places)
         code.add(f"if not {run}(stream, {at}):", f"    {fail}()")
@@ -160,7 +145,7 @@ class Begin:
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes no addresses."""
 
-    def run(self, code: Code, small: bool) -> None:
+    def run(self, code: Code) -> None:
         code.add(f"side = {code.name('side', self.side)}()", "stream = side.begin()")
 
 
@@ -176,7 +161,7 @@ class End:
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
 
-    def run(self, code: Text, small: bool) -> None:
+    def run(self, code: Text) -> None:
         kept = ", ".join(dict.fromkeys(map(code.memory, self.arrays)))
         written = ", ".join(_address(*target) for target in self.targets)
         code.add(f"stream = side.end([{kept}], {{{written}}})")
@@ -195,7 +180,7 @@ class Deferred:
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
 
-    def run(self, code: Text, small: bool) -> None:
+    def run(self, code: Text) -> None:
         (launch, size), given = self.given, code.expression(self.arguments)
         launch, size = code.name("launch", launch), code.name("size", size)
         to, side = _address(*self.target), code.name("side", self.side)
@@ -214,7 +199,7 @@ class Offer:
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
 
-    def run(self, code: Text, small: bool) -> None:
+    def run(self, code: Text) -> None:
         code.add(f"product = {code.expression(self.arguments)}", "taken = fold(product)")
 
 

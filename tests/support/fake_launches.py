@@ -82,7 +82,7 @@ class _Function:
         driver = self.kernel.driver_launch
         values = driver.values(args)
         packed = driver.pack(grid, block, values, shared_mem, 0)
-        found = _parameters(self.kernel, packed.parameters, packed.extra)
+        found = _parameters(self.kernel, packed.places)
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
         self.note(grid, block, shared_mem, found, stream)
 
@@ -93,15 +93,10 @@ class _Function:
         self.noted.append(Launch(*self.key, grid, block, shared_bytes))
 
 
-def _parameters(kernel, parameters, extra):
+def _parameters(kernel, places):
     """Return the bytes of each parameter that the driver reads."""
-    driver = kernel.driver_launch
-    sizes = [struct.calcsize(word) for word in driver.words]
-    if not parameters:
-        _, first, *_ = struct.unpack("5P", ctypes.string_at(extra, 40))
-        places = [first + at - driver_launch_module.PARAMETERS_AT for at in driver.offsets]
-    else:
-        places = struct.unpack(f"{len(sizes)}P", ctypes.string_at(parameters, 8 * len(sizes)))
+    sizes = [struct.calcsize(word) for word in kernel.driver_launch.words]
+    places = struct.unpack(f"{len(sizes)}P", ctypes.string_at(places, 8 * len(sizes)))
     return [ctypes.string_at(at, size) for at, size in zip(places, sizes, strict=True)]
 
 
@@ -172,29 +167,20 @@ def launches_on(record):
     def clusters_at_once(function, blocks, threads, shared_bytes):
         return record.multiprocessors // blocks - 1  # as was seen on an H200
 
-    def driver_launch(config, function, parameters, extra):
+    def driver_launch(config, function, places, extra):
         (one,) = (one for one in functions.values() if one.ptr == function)
         *shape, stream = struct.unpack_from("7IP", ctypes.string_at(config, 40))
-        found = _parameters(one.kernel, parameters, extra)
-        one.note(shape[:3], shape[3:6], shape[6], found, stream)
+        one.note(shape[:3], shape[3:6], shape[6], _parameters(one.kernel, places), stream)
         return 0
-
-    def launch_kernel(function, *sizes):
-        *shape, stream, parameters, extra = sizes
-        (one,) = (one for one in functions.values() if one.ptr == function)
-        found = _parameters(one.kernel, parameters, extra)
-        one.note(shape[:3], shape[3:6], shape[6], found, stream)
 
     cached = gpu, tensor_maps._encode
     with contextlib.ExitStack() as stack:
         cupy = fake_cupy(record)
-        cupy.cuda.driver = SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError)
         stack.enter_context(mock.patch.dict(sys.modules, cupy=cupy))
         stack.enter_context(mock.patch.multiple(kernels, _kernel=find, _code=lambda *_: None))
         stack.enter_context(mock.patch.object(kernels, "clusters_at_once", clusters_at_once))
-        stack.enter_context(
-            mock.patch.object(driver_launch_module, "_driver_launch", lambda: driver_launch)
-        )
+        fakes = {"_driver_launch": lambda: driver_launch, "pointer": int}
+        stack.enter_context(mock.patch.multiple(driver_launch_module, **fakes))
         driver = SimpleNamespace(cuTensorMapEncodeTiled=_encoded)
         stack.enter_context(mock.patch.object(tensor_maps, "_driver", lambda: driver))
         stack.enter_context(mock.patch.object(cublaslt, "library", lambda: (None, "a fake GPU")))
