@@ -66,11 +66,9 @@ def workspace(user: str, size: int, device: int, stream: int, zeroed: bool = Fal
     key = user, device, stream
     memory = _workspaces.get(key)
     if memory is None:
-        with _lock:
-            memory = _workspaces.get(key)
-            if memory is None:
-                memory = _zeros(size) if zeroed else import_cupy().cuda.memory.Memory(size)
-            _workspaces[key] = memory
+        new = _zeros if zeroed else import_cupy().cuda.memory.Memory
+        with _lock:  # of threads that come at once, one allocates
+            memory = _workspaces[key] = _workspaces.get(key) or new(size)
     return memory.ptr
 
 

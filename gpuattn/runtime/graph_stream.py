@@ -11,10 +11,9 @@ import numpy as np
 from gpuattn.arrays import DEVICE_TO_DEVICE
 from gpuattn.autodiff import tape
 from gpuattn.errors import UnsupportedError
-from gpuattn.runtime.graphs import Graphs
+from gpuattn.runtime.graphs import PER_THREAD_STREAM, Graphs
 from gpuattn.typing import Array
 
-PER_THREAD_STREAM = 2  # the address that the default streams of all threads share
 _pinned = threading.Lock()  # CuPy has one allocator of pinned memory for all threads
 
 

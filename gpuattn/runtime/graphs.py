@@ -16,7 +16,8 @@ from gpuattn.gemm.tuning import tune
 from gpuattn.modes import without_plans
 from gpuattn.runtime.device import is_out_of_memory
 
-DEFAULT_STREAMS = 0, 1, 2  # addresses: CuPy's null stream, CUDA's legacy one, that of each thread
+PER_THREAD_STREAM = 2  # the address that the default streams of all threads share
+DEFAULT_STREAMS = 0, 1, PER_THREAD_STREAM  # addresses: CuPy's null stream, CUDA's legacy one
 
 
 def warn(sentence: str) -> None:
