@@ -60,7 +60,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
+    u32* ticket,            // without a gradient: 0, or null where the last block does not sum the losses
     long long stride,
+    long long rows,
     int vocab,
     int cols,
     int room,
@@ -70,22 +72,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     bool with_gradient) {
     const LossTerms terms{label_share, other_share, z_loss};
     cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, terms, with_gradient);
+    write_loss_by_last<BLOCK>(losses, summary, ticket, gridDim.x, rows);
 }
 
 extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
-    const float* __restrict__ losses,  // (rows,), aligned to 16 bytes
+    const float* losses,  // (rows,), aligned to 16 bytes
     Summary* summary,
     long long rows) {
-    float sum = 0.f;
-#pragma unroll 8
-    for (long long i = threadIdx.x; i < rows / 4; i += ALONE) {
-        const float4 x = ((const float4*)losses)[i];
-        sum += (x.x + x.y) + (x.z + x.w);
-    }
-    if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
-    sum = block_reduce<ALONE>(sum, Sum{}, 0.f);
-    const float divisor = Divisor(summary).get();
-    if (threadIdx.x == 0) summary->loss = sum / divisor;
+    write_loss<ALONE>(losses, summary, rows);
 }
 
 // The gradient, if it is computed after the gradient of the loss is known.

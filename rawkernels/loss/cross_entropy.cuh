@@ -3,6 +3,7 @@
 // Threads, warps, blocks and the blocks of a cluster each reduce a part of the row; parts are joined in a fixed order.
 #include "common/cluster.cuh"
 #include "common/cp_async.cuh"
+#include "common/global_memory.cuh"
 #include "common/math.cuh"
 #include "common/pair.cuh"
 #include "common/reduce.cuh"
@@ -28,6 +29,25 @@ struct Divisor {
     __device__ Divisor(const Summary* summary) : count(summary->counts[threadIdx.x % 32]) {}
     __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
+
+// Writes the sum of the losses (rows,), aligned to 16 bytes, or their mean.
+template <int THREADS> __device__ __forceinline__ void write_loss(const float* losses, Summary* summary, long long rows) {
+    float sum = 0.f;
+#pragma unroll 4
+    for (long long i = threadIdx.x; i < rows / 4; i += THREADS) {
+        const float4 x = __ldcg((const float4*)losses + i);
+        sum += (x.x + x.y) + (x.z + x.w);
+    }
+    if (threadIdx.x < rows % 4) sum += __ldcg(losses + rows - 1 - threadIdx.x);
+    sum = block_reduce<THREADS>(sum, Sum{}, 0.f);
+    const float divisor = Divisor(summary).get();
+    if (threadIdx.x == 0) summary->loss = sum / divisor;
+}
+// The same by the last of the blocks that call, if there is a ticket.
+template <int THREADS> __device__ __forceinline__ void write_loss_by_last(
+    const float* losses, Summary* summary, u32* ticket, u32 blocks, long long rows) {
+    if (ticket && last_of(ticket, blocks)) write_loss<THREADS>(losses, summary, rows);
+}
 
 // ---- parts of a row
 

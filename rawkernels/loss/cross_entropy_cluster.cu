@@ -12,7 +12,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1,
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
+    u32* ticket,            // without a gradient: 0, or null where the last block does not sum the losses
     long long stride,
+    long long rows,
     int vocab,
     int cols,
     int room,
@@ -23,4 +25,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1,
     const LossTerms terms{label_share, other_share, z_loss};
     cross_entropy_row<BLOCK, CLUSTER>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, terms,
                                       with_gradient);
+    if (cluster_rank() == 0) write_loss_by_last<BLOCK>(losses, summary, ticket, gridDim.x / CLUSTER, rows);
 }

@@ -8,8 +8,7 @@
 
 constexpr int WARPS = 4;
 // blocks per multiprocessor, as many as run without spills
-constexpr int WITHOUT_SPILLS = __CUDA_ARCH__ >= 1200 ? 9 : 10;
-constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : WITHOUT_SPILLS;
+constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : __CUDA_ARCH__ >= 1000 ? 9 : 10;
 
 // Reductions over the lanes that share a row.
 template <typename Op> __device__ __forceinline__ float row_reduce(float value, Op op) {
@@ -30,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
+    u32* ticket,            // without a gradient: 0, or null where the last block does not sum the losses
     long long stride,
     long long rows,
     int vocab,
@@ -40,8 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     bool with_gradient) {
     constexpr int ROWS = 32 / LANES;  // rows of a warp; the last warp may have fewer
     const long long first_row = ((long long)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
-    if (first_row >= rows) return;
-    const bool exists = ROWS == 1 || first_row + threadIdx.x % 32 / LANES < rows;
+    const bool exists = first_row + threadIdx.x % 32 / LANES < rows;
     const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
     const LossTerms terms{label_share, other_share, z_loss};
     const int lane = threadIdx.x % LANES, target = targets[number];
@@ -100,8 +99,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
         const u32 right = __ballot_sync(~0u, leads && lane == 0);
         if (right && threadIdx.x % 32 == 0) atomicAdd(&summary->right, __popc(right));
     }
-    if (!with_gradient) return;
-
+    if (!with_gradient) {
+        write_loss_by_last<32 * WARPS>(losses, summary, ticket, gridDim.x, rows);
+        return;
+    }
     const float weight = scale / divisor.get();
     if (!exists) return;
     const Gradient gradient(peak, sum, weight, terms, target);

@@ -253,11 +253,8 @@ def _forward_raw(
     at_once = at_once and (dloss is not None or logits.dtype != np.float16)
     later = needs[0] and not at_once
     statistics = arrays.empty(rows, (len(rows), 2), np.float32) if later else None
-    losses = launch.run_rows(rows, plan, statistics, at_once, goal)
-    out = losses.reshape(labels.shape)
-    if reduction != "none":
-        launch.run_sum(rows, losses, plan)
-        out = plan.loss
+    losses = launch.run_rows(rows, plan, statistics, at_once, reduction != "none", goal)
+    out = losses.reshape(labels.shape) if reduction == "none" else plan.loss
     if accuracy:
         out = out, plan.right
     kept = [rows] if donate else rows

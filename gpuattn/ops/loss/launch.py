@@ -8,6 +8,7 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
+from gpuattn.cuda.scratch import counters
 from gpuattn.cuda.sources import serves
 from gpuattn.typing import Array
 
@@ -24,6 +25,7 @@ RESERVED_SHARED = 3 << 10  # bytes of shared memory of a block that are not for 
 WARPS = 4  # per block, for short rows
 PREPARE = 32, 256  # blocks, and threads per block, of the kernel "prepare"
 SUM = 1024  # threads of the one block of the kernel "sum"
+SUMMED = 64  # losses for each thread, at most, where the last block of rows sums them
 
 
 class Plan(NamedTuple):
@@ -75,16 +77,31 @@ def prepare(
 
 
 def run_rows(
-    rows: Array, plan: Plan, statistics: Array | None, with_gradient: bool, goal: dict[str, Any]
-) -> Array:
+    rows: Array, plan: Plan, statistics: Array | None, with_gradient: bool, summed: bool,
+    goal: dict[str, Any],
+) -> Array:  # fmt: skip
     """Return the losses (rows,); with ``with_gradient`` the gradient overwrites ``rows``.
 
-    ``statistics``: None, or (rows, 2) for ``run_gradient``.
+    ``statistics``: None, or (rows, 2) for ``run_gradient``. ``summed``: write the sum of losses, or
+    their mean if ``prepare`` was asked for it, to ``plan.loss``.
     """
     losses = arrays.empty(rows, rows.shape[:1], np.float32)
     vocab, columns = goal["vocab_size"], rows.shape[1]
-    head = rows, plan.targets, losses, statistics, plan.summary, _stride(rows)
-    tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
+    launch, grid, block, room = _form(rows, vocab)
+    by_last = summed and not with_gradient and 0 < len(rows) <= SUMMED * block
+    launch(
+        (grid,), (block,), rows, plan.targets, losses, statistics, plan.summary,
+        counters() if by_last else None, _stride(rows), len(rows), vocab, columns, *room,
+        goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient,
+        shared_bytes=16 * sum(room),
+    )  # fmt: skip
+    if summed and not by_last:
+        _kernel("sum", rows)((1,), (SUM,), losses, plan.summary, losses.size)
+    return losses
+
+
+def _form(rows, vocab):
+    """Return (kernel, blocks, threads of a block, [vectors in shared memory] or [])."""
     size = vocab * rows.itemsize
     constants: dict[str, Any] = {"scalar": ctype(rows.dtype)}
     if size <= SHORT[-1][0]:
@@ -92,9 +109,7 @@ def run_rows(
         lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)
         constants |= {"LANES": lanes, "VECTORS": vectors}
         launch = kernel("loss/cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
-        grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
-        launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
-        return losses
+        return launch, -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS, []
     device = gpu(rows.device.id)
     cluster, block = _first(LONG, size)
     if cluster > 1 and not serves("loss/cross_entropy_cluster.cu", device.capability):
@@ -106,14 +121,7 @@ def run_rows(
     else:
         constants["CLUSTER"] = cluster
         launch = kernel("loss/cross_entropy_cluster.cu", "cross_entropy_rows_cluster", **constants)
-    grid = len(rows) * cluster
-    launch((grid,), (block,), *head, vocab, columns, room, *tail, shared_bytes=16 * room)
-    return losses
-
-
-def run_sum(rows: Array, losses: Array, plan: Plan) -> None:
-    """Write the sum of losses, or their mean if ``prepare`` was asked for it, to ``plan.loss``."""
-    _kernel("sum", rows)((1,), (SUM,), losses, plan.summary, losses.size)
+    return launch, len(rows) * cluster, block, [room]
 
 
 def run_gradient(
