@@ -27,15 +27,6 @@ __device__ __forceinline__ u32 increment_acq_rel(u32* to, u32 last) {
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(last) : "memory");
     return before;
 }
-// Returns in all threads whether this is the last of `blocks` blocks to call; the last one sees what the others wrote before.
-// The ticket is 0 before the first call and again after the last.
-__device__ inline bool last_of(u32* ticket, u32 blocks) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) last = increment_acq_rel(ticket, blocks - 1) == blocks - 1;
-    __syncthreads();
-    return last;
-}
 // Waits until a counter has reached `count`. After some seconds the kernel faults instead of hanging, by a store to
 // address 0: with a trap instruction ptxas would ignore setmaxnreg.
 __device__ __forceinline__ void wait_for_count(const int* counter, int count) {

@@ -5,20 +5,27 @@
 //            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "loss/cross_entropy.cuh"
-#include "common/index.cuh"
 
 constexpr int THREADS = 256, ALONE = 1024;  // threads of a block of prepare, and of the single block of sum
 
-template <typename label> __device__ void prepare(
-    const label* __restrict__ labels, int* __restrict__ targets, Summary* summary, const float* dloss, long long rows,
-    int vocab, long long ignore_index, bool mean, long long* flag) {
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare(
+    const void* labels,     // (rows,), int64 where `wide`, else int32
+    bool wide,
+    long long ignore_index,
+    long long* flag,        // of a label out of range
+    int* __restrict__ targets,  // (rows,): the label, or -1 for a row that does not count
+    Summary* summary,
+    const float* dloss,     // () or null: the factor of the gradient
+    long long rows,
+    int vocab,
+    bool mean) {
+    const Labels given{labels, wide, ignore_index};
     float count = 0.f;
 #pragma unroll 8
     for (long long row = blockIdx.x * THREADS + threadIdx.x; row < rows; row += COUNTERS * THREADS) {
-        const long long chosen = labels[row];
-        const bool counts = chosen != ignore_index;
-        targets[row] = !counts ? -1 : out_of_range(chosen, vocab, flag) ? 0 : (int)chosen;
-        count += counts ? 1.f : 0.f;
+        const int target = given.target(row, vocab, flag);
+        targets[row] = target;
+        count += target < 0 ? 0.f : 1.f;
     }
     count = block_reduce<THREADS>(count, Sum{}, 0.f);
     if (threadIdx.x > 0) return;
@@ -26,43 +33,18 @@ template <typename label> __device__ void prepare(
     if (blockIdx.x == 0) summary->scale = dloss ? *dloss : 1.f, summary->right = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_int(
-    const int* labels,     // (rows,)
-    int* targets,          // (rows,): the label, or -1 for a row that does not count
-    Summary* summary,
-    const float* dloss,    // () or null: the factor of the gradient
-    long long rows,
-    int vocab,
-    long long ignore_index,
-    bool mean,
-    long long* flag) {
-    prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_long(
-    const long long* labels,
-    int* targets,
-    Summary* summary,
-    const float* dloss,
-    long long rows,
-    int vocab,
-    long long ignore_index,
-    bool mean,
-    long long* flag) {
-    prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
-}
-
 constexpr int TOGETHER = BY_REGISTERS && BLOCK == 512 ? 3 : 0;  // blocks of a multiprocessor, by their registers; 0: any
 
 extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows(
     scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
-    const int* targets,     // (rows,)
+    const void* labels,     // (rows,), int64 where `wide`, else int32
+    bool wide,
+    long long ignore_index,
+    long long* flag,        // of a label out of range
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
-    u32* ticket,            // without a gradient: 0, or null where the last block does not sum the losses
     long long stride,
-    long long rows,
     int vocab,
     int cols,
     int room,
@@ -71,15 +53,35 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     float z_loss,
     bool with_gradient) {
     const LossTerms terms{label_share, other_share, z_loss};
-    cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, terms, with_gradient);
-    write_loss_by_last<BLOCK>(losses, summary, ticket, gridDim.x, rows);
+    const Labels given{labels, wide, ignore_index};
+    cross_entropy_row<BLOCK, 1>(logits, given, flag, losses, statistics, summary, stride, vocab, cols, room, terms,
+                                with_gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
-    const float* losses,  // (rows,), aligned to 16 bytes
+    const float* __restrict__ losses,  // (rows,), aligned to 16 bytes
     Summary* summary,
-    long long rows) {
-    write_loss<ALONE>(losses, summary, rows);
+    const void* labels,     // (rows,), int64 where `wide`, else int32; or null
+    bool wide,
+    long long ignore_index,
+    long long rows,
+    bool mean) {            // over the rows that count: by the labels, or without them by the summary
+    float sum = 0.f, count = 0.f;
+#pragma unroll 8
+    for (long long i = threadIdx.x; i < rows / 4; i += ALONE) {
+        const float4 x = ((const float4*)losses)[i];
+        sum += (x.x + x.y) + (x.z + x.w);
+    }
+    if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
+    sum = block_reduce<ALONE>(sum, Sum{}, 0.f);
+    float divisor = 1.f;
+    if (mean && labels) {
+        const Labels given{labels, wide, ignore_index};
+#pragma unroll 8
+        for (long long i = threadIdx.x; i < rows; i += ALONE) count += given[i] == ignore_index ? 0.f : 1.f;
+        divisor = fmaxf(block_reduce<ALONE>(count, Sum{}, 0.f), 1.f);
+    } else if (mean) divisor = Divisor(summary).get();
+    if (threadIdx.x == 0) summary->loss = sum / divisor;
 }
 
 // The gradient, if it is computed after the gradient of the loss is known.

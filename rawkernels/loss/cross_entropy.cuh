@@ -3,7 +3,7 @@
 // Threads, warps, blocks and the blocks of a cluster each reduce a part of the row; parts are joined in a fixed order.
 #include "common/cluster.cuh"
 #include "common/cp_async.cuh"
-#include "common/global_memory.cuh"
+#include "common/index.cuh"
 #include "common/math.cuh"
 #include "common/pair.cuh"
 #include "common/reduce.cuh"
@@ -30,24 +30,23 @@ struct Divisor {
     __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
 
-// Writes the sum of the losses (rows,), aligned to 16 bytes, or their mean.
-template <int THREADS> __device__ __forceinline__ void write_loss(const float* losses, Summary* summary, long long rows) {
-    float sum = 0.f;
-#pragma unroll 4
-    for (long long i = threadIdx.x; i < rows / 4; i += THREADS) {
-        const float4 x = __ldcg((const float4*)losses + i);
-        sum += (x.x + x.y) + (x.z + x.w);
+// The labels of all rows (rows,): int64 or int32, `ignored` for a row that does not count.
+struct Labels {
+    const void* from;
+    bool wide;
+    long long ignored;
+    __device__ long long operator[](long long row) const {
+        return wide ? ((const long long*)from)[row] : ((const int*)from)[row];
     }
-    if (threadIdx.x < rows % 4) sum += __ldcg(losses + rows - 1 - threadIdx.x);
-    sum = block_reduce<THREADS>(sum, Sum{}, 0.f);
-    const float divisor = Divisor(summary).get();
-    if (threadIdx.x == 0) summary->loss = sum / divisor;
-}
-// The same by the last of the blocks that call, if there is a ticket.
-template <int THREADS> __device__ __forceinline__ void write_loss_by_last(
-    const float* losses, Summary* summary, u32* ticket, u32 blocks, long long rows) {
-    if (ticket && last_of(ticket, blocks)) write_loss<THREADS>(losses, summary, rows);
-}
+    // The label, 0 for one out of range, or -1 for a row that does not count.
+    __device__ int target(long long row, int vocab, long long* flag) const {
+        const long long label = (*this)[row];
+        int target = (int)label;
+        if (label == ignored) target = -1;
+        else if (out_of_range(label, vocab, flag)) target = 0;
+        return target;
+    }
+};
 
 // ---- parts of a row
 
@@ -218,8 +217,8 @@ __device__ __forceinline__ scalar gradient_of(scalar logit, int column, const Gr
 
 // The loss of row blockIdx.x / CLUSTER and, with_gradient, its gradient in place. There is shared memory for `room` vectors.
 template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_row(
-    scalar* logits, const int* targets, float* losses, float* statistics, Summary* summary, long long stride, int vocab,
-    int cols, int room, LossTerms terms, bool with_gradient) {
+    scalar* logits, Labels labels, long long* flag, float* losses, float* statistics, Summary* summary, long long stride,
+    int vocab, int cols, int room, LossTerms terms, bool with_gradient) {
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, thread = threadIdx.x;
     const long long number = blockIdx.x / CLUSTER;
     scalar* row = logits + number * stride;
@@ -229,7 +228,7 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
 
     const Divisor divisor(summary);
     const float scale = summary->scale;
-    const int target = targets[number];
+    const int target = labels.target(number, vocab, flag);
     if (with_gradient)
         for (int j = vocab + rank * BLOCK + thread; j < cols; j += CLUSTER * BLOCK) row[j] = (scalar)0.f;
     if (target < 0) {

@@ -8,13 +8,14 @@
 
 extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1, 1) cross_entropy_rows_cluster(
     scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
-    const int* targets,     // (rows,)
+    const void* labels,     // (rows,), int64 where `wide`, else int32
+    bool wide,
+    long long ignore_index,
+    long long* flag,        // of a label out of range
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
-    u32* ticket,            // without a gradient: 0, or null where the last block does not sum the losses
     long long stride,
-    long long rows,
     int vocab,
     int cols,
     int room,
@@ -23,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1,
     float z_loss,
     bool with_gradient) {
     const LossTerms terms{label_share, other_share, z_loss};
-    cross_entropy_row<BLOCK, CLUSTER>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, terms,
+    const Labels given{labels, wide, ignore_index};
+    cross_entropy_row<BLOCK, CLUSTER>(logits, given, flag, losses, statistics, summary, stride, vocab, cols, room, terms,
                                       with_gradient);
-    if (cluster_rank() == 0) write_loss_by_last<BLOCK>(losses, summary, ticket, gridDim.x / CLUSTER, rows);
 }

@@ -8,7 +8,8 @@
 
 constexpr int WARPS = 4;
 // blocks per multiprocessor, as many as run without spills
-constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : __CUDA_ARCH__ >= 1000 ? 9 : 10;
+constexpr int WITHOUT_SPILLS = __CUDA_ARCH__ >= 1200 ? 9 : 10;
+constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : WITHOUT_SPILLS;
 
 // Reductions over the lanes that share a row.
 template <typename Op> __device__ __forceinline__ float row_reduce(float value, Op op) {
@@ -25,11 +26,13 @@ __device__ __forceinline__ int row_min(int value) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy_rows_short(
     scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
-    const int* targets,     // (rows,)
+    const void* labels,     // (rows,), int64 where `wide`, else int32
+    bool wide,
+    long long ignore_index,
+    long long* flag,        // of a label out of range
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
-    u32* ticket,            // without a gradient: 0, or null where the last block does not sum the losses
     long long stride,
     long long rows,
     int vocab,
@@ -40,10 +43,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     bool with_gradient) {
     constexpr int ROWS = 32 / LANES;  // rows of a warp; the last warp may have fewer
     const long long first_row = ((long long)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
-    const bool exists = first_row + threadIdx.x % 32 / LANES < rows;
+    if (first_row >= rows) return;
+    const bool exists = ROWS == 1 || first_row + threadIdx.x % 32 / LANES < rows;
     const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
     const LossTerms terms{label_share, other_share, z_loss};
-    const int lane = threadIdx.x % LANES, target = targets[number];
+    const int lane = threadIdx.x % LANES, target = Labels{labels, wide, ignore_index}.target(number, vocab, flag);
     const Divisor divisor(summary);
     const float scale = summary->scale;
     scalar* row = logits + number * stride;
@@ -99,10 +103,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
         const u32 right = __ballot_sync(~0u, leads && lane == 0);
         if (right && threadIdx.x % 32 == 0) atomicAdd(&summary->right, __popc(right));
     }
-    if (!with_gradient) {
-        write_loss_by_last<32 * WARPS>(losses, summary, ticket, gridDim.x, rows);
-        return;
-    }
+    if (!with_gradient) return;
+
     const float weight = scale / divisor.get();
     if (!exists) return;
     const Gradient gradient(peak, sum, weight, terms, target);

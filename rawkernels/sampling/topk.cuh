@@ -119,3 +119,13 @@ __device__ void select_one_by_one(const At& at, int n, int k, T* room, const Wri
         __syncthreads();
     }
 }
+
+// Returns in all threads whether this is the last of `blocks` blocks to call; the last one sees what the others wrote before.
+// The ticket is 0 before the first call and again after the last.
+__device__ inline bool last_of(unsigned int* ticket, unsigned int blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) last = increment_acq_rel(ticket, blocks - 1) == blocks - 1;
+    __syncthreads();
+    return last;
+}

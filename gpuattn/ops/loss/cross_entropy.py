@@ -247,14 +247,18 @@ def _forward_raw(
     logits, labels, dloss=None, *, needs, reduction, ignore_index, accuracy, donate, **goal
 ):
     rows = launch.as_rows(logits, labels.size)
-    mean = reduction == "mean"
-    plan = launch.prepare(rows, labels, dloss, goal["vocab_size"], ignore_index, mean)
+    plan = launch.plan_of(rows, labels, ignore_index, reduction == "mean")
+    if needs[0] or accuracy:
+        plan = launch.prepare(rows, plan, dloss, goal["vocab_size"])
     at_once = donate and needs[0] and reduction != "none"
     at_once = at_once and (dloss is not None or logits.dtype != np.float16)
     later = needs[0] and not at_once
     statistics = arrays.empty(rows, (len(rows), 2), np.float32) if later else None
-    losses = launch.run_rows(rows, plan, statistics, at_once, reduction != "none", goal)
-    out = losses.reshape(labels.shape) if reduction == "none" else plan.loss
+    losses = launch.run_rows(rows, plan, statistics, at_once, goal)
+    out = losses.reshape(labels.shape)
+    if reduction != "none":
+        launch.run_sum(rows, losses, plan)
+        out = plan.loss
     if accuracy:
         out = out, plan.right
     kept = [rows] if donate else rows

@@ -8,7 +8,6 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
-from gpuattn.cuda.scratch import counters
 from gpuattn.cuda.sources import serves
 from gpuattn.typing import Array
 
@@ -25,14 +24,24 @@ RESERVED_SHARED = 3 << 10  # bytes of shared memory of a block that are not for 
 WARPS = 4  # per block, for short rows
 PREPARE = 32, 256  # blocks, and threads per block, of the kernel "prepare"
 SUM = 1024  # threads of the one block of the kernel "sum"
-SUMMED = 64  # losses for each thread, at most, where the last block of rows sums them
+
+
+class Labels(NamedTuple):
+    """What kernels read of labels. ``values``: (rows,) int64 where ``wide``, else int32."""
+
+    values: Any
+    wide: bool
+    ignore_index: int
+    flag: Any  # of a label out of range
 
 
 class Plan(NamedTuple):
-    """Arrays on the device that the launches of one call share."""
+    """What the launches of one call share. ``counted``: ``summary`` holds how many rows count."""
 
-    targets: Any  # (rows,) int32: the label, -1 for an ignored row
-    summary: Any  # struct Summary of common/cross_entropy.cuh, as words
+    labels: Labels
+    summary: Any  # struct Summary of loss/cross_entropy.cuh, as words
+    mean: bool
+    counted: bool = False
 
     @property
     def loss(self) -> Array:
@@ -58,50 +67,40 @@ def checked_labels(labels: Array) -> Array:
     return get_xp(labels).ascontiguousarray(labels)
 
 
-def prepare(
-    rows: Array, labels: Array, dloss: Array | None, vocab_size: int, ignore_index: int, mean: bool
-) -> Plan:
-    """Return the Plan: checked labels, the number of rows that count, the scale of the gradient."""
+def plan_of(rows: Array, labels: Array, ignore_index: int, mean: bool) -> Plan:
+    """Return the Plan of a call that only wants the loss."""
     labels = checked_labels(labels)
+    flag = arrays.index_flag(rows, "cross_entropy: labels")
+    given = Labels(labels, labels.dtype != np.int32, ignore_index, flag)
+    return Plan(given, arrays.empty(rows, (3 + PREPARE[0],), np.int32), mean)
+
+
+def prepare(rows: Array, plan: Plan, dloss: Array | None, vocab_size: int) -> Plan:
+    """Return the Plan of a call with a gradient or a count of right rows.
+
+    Its labels are int32 targets, -1 for an ignored row; its summary also holds the scale of the
+    gradient.
+    """
     blocks, threads = PREPARE
-    plan = Plan(
-        arrays.empty(rows, labels.shape, np.int32), arrays.empty(rows, (3 + blocks,), np.int32)
-    )
-    word = "int" if labels.dtype == np.int32 else "long"
-    _kernel(f"prepare_{word}", rows)(
-        (blocks,), (threads,), labels, plan.targets, plan.summary,
-        dloss, labels.size, vocab_size, ignore_index, mean,
-        arrays.index_flag(rows, "cross_entropy: labels"),
+    targets = arrays.empty(rows, plan.labels.values.shape, np.int32)
+    _kernel("prepare", rows)(
+        (blocks,), (threads,), *plan.labels, targets, plan.summary, dloss, targets.size,
+        vocab_size, plan.mean,
     )  # fmt: skip
-    return plan
+    return plan._replace(labels=Labels(targets, False, -1, plan.labels.flag), counted=True)
 
 
 def run_rows(
-    rows: Array, plan: Plan, statistics: Array | None, with_gradient: bool, summed: bool,
-    goal: dict[str, Any],
-) -> Array:  # fmt: skip
+    rows: Array, plan: Plan, statistics: Array | None, with_gradient: bool, goal: dict[str, Any]
+) -> Array:
     """Return the losses (rows,); with ``with_gradient`` the gradient overwrites ``rows``.
 
-    ``statistics``: None, or (rows, 2) for ``run_gradient``. ``summed``: write the sum of losses, or
-    their mean if ``prepare`` was asked for it, to ``plan.loss``.
+    ``statistics``: None, or (rows, 2) for ``run_gradient``.
     """
     losses = arrays.empty(rows, rows.shape[:1], np.float32)
     vocab, columns = goal["vocab_size"], rows.shape[1]
-    launch, grid, block, room = _form(rows, vocab)
-    by_last = summed and not with_gradient and 0 < len(rows) <= SUMMED * block
-    launch(
-        (grid,), (block,), rows, plan.targets, losses, statistics, plan.summary,
-        counters() if by_last else None, _stride(rows), len(rows), vocab, columns, *room,
-        goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient,
-        shared_bytes=16 * sum(room),
-    )  # fmt: skip
-    if summed and not by_last:
-        _kernel("sum", rows)((1,), (SUM,), losses, plan.summary, losses.size)
-    return losses
-
-
-def _form(rows, vocab):
-    """Return (kernel, blocks, threads of a block, [vectors in shared memory] or [])."""
+    head = rows, *plan.labels, losses, statistics, plan.summary, _stride(rows)
+    tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
     size = vocab * rows.itemsize
     constants: dict[str, Any] = {"scalar": ctype(rows.dtype)}
     if size <= SHORT[-1][0]:
@@ -109,7 +108,9 @@ def _form(rows, vocab):
         lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)
         constants |= {"LANES": lanes, "VECTORS": vectors}
         launch = kernel("loss/cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
-        return launch, -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS, []
+        grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
+        launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
+        return losses
     device = gpu(rows.device.id)
     cluster, block = _first(LONG, size)
     if cluster > 1 and not serves("loss/cross_entropy_cluster.cu", device.capability):
@@ -121,7 +122,18 @@ def _form(rows, vocab):
     else:
         constants["CLUSTER"] = cluster
         launch = kernel("loss/cross_entropy_cluster.cu", "cross_entropy_rows_cluster", **constants)
-    return launch, len(rows) * cluster, block, [room]
+    grid = len(rows) * cluster
+    launch((grid,), (block,), *head, vocab, columns, room, *tail, shared_bytes=16 * room)
+    return losses
+
+
+def run_sum(rows: Array, losses: Array, plan: Plan) -> None:
+    """Write the sum of losses, or with ``plan.mean`` their mean, to ``plan.loss``."""
+    labels, *read, _ = plan.labels
+    _kernel("sum", rows)(
+        (1,), (SUM,), losses, plan.summary, None if plan.counted else labels, *read, losses.size,
+        plan.mean,
+    )  # fmt: skip
 
 
 def run_gradient(
@@ -135,8 +147,8 @@ def run_gradient(
 ) -> None:
     """Write the gradient to ``out``, for one float32 ``dloss`` or, with ``each``, one per row."""
     _kernel("gradient", rows)(
-        (len(rows),), (_block(rows),), rows, out, plan.targets, statistics, plan.summary, dloss,
-        each, _stride(rows), _stride(out), goal["vocab_size"], rows.shape[1],
+        (len(rows),), (_block(rows),), rows, out, plan.labels.values, statistics, plan.summary,
+        dloss, each, _stride(rows), _stride(out), goal["vocab_size"], rows.shape[1],
         goal["label_share"], goal["other_share"], goal["z_loss"],
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ from gpuattn.autodiff import backward_pass
 from gpuattn.cuda import kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import GradientError
-from gpuattn.modes import without_plans
 from gpuattn.ops.loss import launch
 from gpuattn.ops.loss.cross_entropy import IMPLS, _shares, cross_entropy
 
@@ -313,24 +312,20 @@ def launch_count(name):
     return kernels.launches[name]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("columns", [7, 1000, 4000, 9728, 65000])
-@pytest.mark.parametrize("rows", [0, 1, 70, 2051])
-def test_the_last_block_sums_what_a_launch_sums(gpu, rng, monkeypatch, rows, columns, reduction):
-    logits, labels = draw(rng, (rows,), columns, columns)
-    given = gpu.asarray(logits.astype(np.float16)), gpu.asarray(labels)
-    want = to_cpu(cross_entropy(*given, reduction="none")).astype(np.float64).sum()
-    want /= max(1, (labels >= 0).sum()) if reduction == "mean" else 1
-    found, counts = [], []
-    for most in (launch.SUMMED, launch.SUMMED, 0):
-        monkeypatch.setattr(launch, "SUMMED", most)
-        before = launch_count("cross_entropy_sum")
-        with without_plans():
-            found.append(float(to_cpu(cross_entropy(*given, reduction=reduction))))
-        counts.append(launch_count("cross_entropy_sum") - before)
-    np.testing.assert_allclose(found, want, rtol=1e-5)
-    assert found[0] == found[1] and counts[2] == 1
-    assert counts[0] == (rows == 0 or rows > 64 * 32 and columns == 4000)
+def test_the_loss_alone_has_the_bits_of_that_with_a_count(xp, rng, columns, reduction, dtype):
+    """A kernel checks the labels for the count and the gradient; else those that read them do."""
+    for rows in (0, 1, 70):
+        logits, labels = draw(rng, (rows,), columns, columns, dtype)
+        given = xp.asarray(logits.astype(np.float16)), xp.asarray(labels)
+        alone = to_cpu(cross_entropy(*given, reduction=reduction))
+        counted, _ = cross_entropy(*given, reduction=reduction, accuracy=True)
+        np.testing.assert_array_equal(alone, to_cpu(counted))
+    labels[3] = columns
+    with pytest.raises(IndexError, match=f"labels.*{columns}"):
+        to_cpu(cross_entropy(given[0], xp.asarray(labels), reduction=reduction))
 
 
 def test_the_same_bits_twice_and_in_a_graph(gpu, rng):
