@@ -20,12 +20,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare(
     int vocab,
     bool mean) {
     const Labels given{labels, wide, ignore_index};
+    constexpr int STEP = COUNTERS * THREADS, BATCH = 8;  // labels are loaded before the first is checked
     float count = 0.f;
-#pragma unroll 8
-    for (long long row = blockIdx.x * THREADS + threadIdx.x; row < rows; row += COUNTERS * THREADS) {
-        const int target = given.target(row, vocab, flag);
-        targets[row] = target;
-        count += target < 0 ? 0.f : 1.f;
+    for (long long first = blockIdx.x * THREADS + threadIdx.x; first < rows; first += BATCH * STEP) {
+        long long label[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) label[i] = given[min(first + i * STEP, rows - 1)];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i * STEP >= rows) break;
+            const int target = given.target(label[i], vocab, flag);
+            targets[first + i * STEP] = target;
+            count += target < 0 ? 0.f : 1.f;
+        }
     }
     count = block_reduce<THREADS>(count, Sum{}, 0.f);
     if (threadIdx.x > 0) return;
@@ -73,14 +80,14 @@ extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
         sum += (x.x + x.y) + (x.z + x.w);
     }
     if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
-    sum = block_reduce<ALONE>(sum, Sum{}, 0.f);
-    float divisor = 1.f;
     if (mean && labels) {
         const Labels given{labels, wide, ignore_index};
 #pragma unroll 8
         for (long long i = threadIdx.x; i < rows; i += ALONE) count += given[i] == ignore_index ? 0.f : 1.f;
-        divisor = fmaxf(block_reduce<ALONE>(count, Sum{}, 0.f), 1.f);
-    } else if (mean) divisor = Divisor(summary).get();
+    }
+    sum = block_reduce<ALONE>(sum, Sum{}, 0.f);
+    float divisor = 1.f;
+    if (mean) divisor = labels ? fmaxf(block_reduce<ALONE>(count, Sum{}, 0.f), 1.f) : Divisor(summary).get();
     if (threadIdx.x == 0) summary->loss = sum / divisor;
 }
 

@@ -35,16 +35,16 @@ struct Labels {
     const void* from;
     bool wide;
     long long ignored;
+    // Without a branch, so that others load meanwhile.
     __device__ long long operator[](long long row) const {
-        return wide ? ((const long long*)from)[row] : ((const int*)from)[row];
+        const int* words = (const int*)from + (row << wide);
+        const int low = __ldg(words), high = __ldg(words + wide);
+        return wide ? (long long)high << 32 | (u32)low : low;
     }
-    // The label, 0 for one out of range, or -1 for a row that does not count.
-    __device__ int target(long long row, int vocab, long long* flag) const {
-        const long long label = (*this)[row];
-        int target = (int)label;
-        if (label == ignored) target = -1;
-        else if (out_of_range(label, vocab, flag)) target = 0;
-        return target;
+    // A label of these, 0 for one out of range, or -1 for a row that does not count.
+    __device__ int target(long long label, int vocab, long long* flag) const {
+        const bool counts = label != ignored, wrong = counts && out_of_range(label, vocab, flag);
+        return !counts ? -1 : wrong ? 0 : (int)label;
     }
 };
 
@@ -228,7 +228,7 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
 
     const Divisor divisor(summary);
     const float scale = summary->scale;
-    const int target = labels.target(number, vocab, flag);
+    const int target = labels.target(labels[number], vocab, flag);
     if (with_gradient)
         for (int j = vocab + rank * BLOCK + thread; j < cols; j += CLUSTER * BLOCK) row[j] = (scalar)0.f;
     if (target < 0) {

@@ -47,17 +47,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const bool exists = ROWS == 1 || first_row + threadIdx.x % 32 / LANES < rows;
     const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
     const LossTerms terms{label_share, other_share, z_loss};
-    const int lane = threadIdx.x % LANES, target = Labels{labels, wide, ignore_index}.target(number, vocab, flag);
+    const int lane = threadIdx.x % LANES;
+    const Labels given{labels, wide, ignore_index};
+    const long long label = given[number];
     const Divisor divisor(summary);
     const float scale = summary->scale;
     scalar* row = logits + number * stride;
     const Layout layout(row, vocab);
-    const bool counts = target >= 0, has_edge = lane < layout.edges;
+    const bool has_edge = lane < layout.edges;
 
     uint4 bits[VECTORS];
     for (int i = 0; i < VECTORS; ++i)
         if (lane + LANES * i < layout.vectors) bits[i] = load_vector(row + layout.vector(lane + LANES * i));
     float edge[1] = {has_edge ? (float)row[layout.edge(lane)] : NEG_INF};
+    const int target = given.target(label, vocab, flag);  // after the loads of the row
+    const bool counts = target >= 0;
     const float at_label = counts ? (float)row[target] : 0.f;
 
     float x[VECTORS][WIDTH], peak = edge[0];

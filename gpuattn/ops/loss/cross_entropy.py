@@ -248,7 +248,7 @@ def _forward_raw(
 ):
     rows = launch.as_rows(logits, labels.size)
     plan = launch.plan_of(rows, labels, ignore_index, reduction == "mean")
-    if needs[0] or accuracy:
+    if needs[0] or accuracy or len(rows) > launch.MOST_COUNTED:
         plan = launch.prepare(rows, plan, dloss, goal["vocab_size"])
     at_once = donate and needs[0] and reduction != "none"
     at_once = at_once and (dloss is not None or logits.dtype != np.float16)

@@ -24,6 +24,7 @@ RESERVED_SHARED = 3 << 10  # bytes of shared memory of a block that are not for 
 WARPS = 4  # per block, for short rows
 PREPARE = 32, 256  # blocks, and threads per block, of the kernel "prepare"
 SUM = 1024  # threads of the one block of the kernel "sum"
+MOST_COUNTED = 16 * SUM  # rows that this block counts about as fast as "prepare" does
 
 
 class Labels(NamedTuple):
