@@ -135,6 +135,11 @@ class Form:
         elif kind is tuple:
             self._pass_on_if(f"not {self.code.name('plain', _all_plain)}({x})", "unplanned")
             self.key.append(f"repr({x})")
+        elif hasattr(kind, "signed_by"):
+            data = x.replace("x", "data")
+            self.code.add(f"{data} = {x}.{kind.signed_by}")
+            self._pass_on_if(f"type({data}) is not xp_array", "unplanned")
+            self._sign_array(data, data)
         elif kind is not type(None):
             raise Unsigned
 

@@ -230,13 +230,18 @@ class Tensor(Box):
     __neg__, __pos__, __abs__ = elementwise.negative, elementwise.positive, elementwise.absolute
     __add__ = __radd__ = elementwise.add
     __mul__ = __rmul__ = elementwise.multiply
-    __sub__, __truediv__, __pow__ = elementwise.subtract, elementwise.divide, elementwise.power
+    __sub__, __truediv__ = elementwise.subtract, elementwise.divide
 
     def __rsub__(self, other):
         return elementwise.subtract(other, self)
 
     def __rtruediv__(self, other):
         return elementwise.divide(other, self)
+
+    def __pow__(self, other):
+        if type(other) is int and other == 2:  # as in losses: its kernel is planned
+            return elementwise.square(self)
+        return elementwise.power(self, other)
 
     def __rpow__(self, other):
         return elementwise.power(other, self)

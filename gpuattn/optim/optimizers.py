@@ -82,7 +82,9 @@ class Optimizer:
         scale = chosen.loss_scale if loss_scale is None else loss_scale
         interval = chosen.growth_interval if growth_interval is None else growth_interval
         self.statistics: dict[str, Any] = {"max_norm": max_norm, "growth_interval": interval}
-        self.constants = {"seed": seed, **constants}
+        self.constants = constants
+        if self.workspace.masters.dtype != np.float32:  # weights are rounded stochastically
+            self.constants = {"seed": seed, **constants}
         self.state = OptimizerState(self.workspace.masters, loss_scale=scale)
         self.norms: Callable[[], Array] | None = None  # of all parts, where each is elsewhere
         self._random = random_states(model) if isinstance(model, Module) else []

@@ -1,4 +1,4 @@
-"""Sums, differences and products of GPU arrays by a kernel: the bits of CuPy's own."""
+"""Sums, differences, products and squares of GPU arrays by a kernel: the bits of CuPy's own."""
 
 import emulator
 import numpy as np
@@ -13,16 +13,17 @@ SIZES = 1, 7, 8, 2048, 2049, 100_003
 DTYPES = np.float32, np.float16, BFLOAT16
 
 
-def two(rng, size, dtype):
+def drawn(rng, function, size, dtype):
+    """Return an array for each input of a ufunc."""
     values = rng.standard_normal((2, size)) * 100.0 ** rng.integers(-3, 3, (2, size))
     values[:, : size // 5] = np.inf
-    return values.astype(dtype)
+    return values[: function.nin].astype(dtype)
 
 
-def computed(function, a, b):
+def computed(function, *inputs):
     """Return what is wanted: 16-bit numbers computed in float32 and rounded once."""
     with np.errstate(all="ignore"):
-        return function(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+        return function(*[x.astype(np.float32) for x in inputs]).astype(inputs[0].dtype)
 
 
 def check(found, wanted):
@@ -39,11 +40,11 @@ def test_emulated(rng, function, dtype, monkeypatch):
     monkeypatch.setattr(arithmetic, "on_gpu", lambda _: True)
     ran = 0
     for size in SIZES[:-1]:
-        a, b = two(rng, size, dtype)
-        given = [fake(np.ascontiguousarray(x)) for x in (a, b)]
+        inputs = drawn(rng, function, size, dtype)
+        given = [fake(np.ascontiguousarray(x)) for x in inputs]
         found = by_kernel(function, *given)
         if found is not None:  # NumPy's arrays lie at multiples of 8 bytes or more
-            check(found, computed(function, a, b))
+            check(found, computed(function, *inputs))
             ran += 1
     assert ran
 
@@ -52,10 +53,10 @@ def test_emulated(rng, function, dtype, monkeypatch):
 @pytest.mark.parametrize("function", OPERATIONS)
 def test_the_bits_of_cupy(gpu, rng, function, dtype):
     for size in SIZES:
-        a, b = (gpu.asarray(x) for x in two(rng, size, dtype))
-        found = by_kernel(function, a, b)
+        inputs = [gpu.asarray(x) for x in drawn(rng, function, size, dtype)]
+        found = by_kernel(function, *inputs)
         assert found is not None
-        check(to_cpu(found), to_cpu(function(a, b)))
+        check(to_cpu(found), to_cpu(function(*inputs)))
 
 
 def test_what_the_kernel_does_not_take(gpu):

@@ -145,6 +145,7 @@ def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
         (cases.rows, 384), (cases.rows, 1000), (cases.rows, 8192), (cases.table, 64),
         (cases.logits, 1000), (cases.logits, 50000), (cases.attention, 64), (cases.attention, 128),
         (cases.decoding, 64), (cases.layers, 64), (cases.layers, 384),
+        (cases.updates, 1024),
     ]  # fmt: skip
     with fake_launches.launches_on(GPUS[card]) as noted:
         monkeypatch.setattr(cublaslt, "library", lambda: (Products(), ""))
@@ -203,6 +204,37 @@ def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monk
             assert programs["forward", True] == 2 and programs["gradients", True] == 3
             with modes.without_plans():
                 assert not differences(launches(seed), planned, arena), seed
+
+
+@pytest.mark.usefixtures("no_sums")
+def test_updates_have_programs_which_read_the_state_that_is_given(programs):
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        buffers = [cases.floats(np.float32, 1024) for _ in range(4)]
+        states = [gpuattn.OptimizerState(buffers[0]) for _ in range(2)]
+
+        def update(state, **options):
+            noted.clear()
+            noted.parameters.clear()
+            gpuattn.gradient_statistics(buffers[1], state, max_norm=1.0)
+            gpuattn.adamw(*buffers, state, betas=(0.9, 0.98), weight_decay=0.1, **options)
+            return copy_of(noted)
+
+        for _ in range(4):
+            update(states[0])
+        programs.clear()
+        found = [update(state) for state in states]
+        assert programs["forward", True] == 4
+        for launches, state in zip(found, states, strict=True):
+            with modes.without_plans():
+                wanted = update(state)
+            assert list(launches) == list(wanted)
+            at = struct.pack("P", state.array.data.ptr)
+            for one, other in zip(launches.parameters, wanted.parameters, strict=True):
+                assert at in one and at in other
+        for _ in range(4):
+            programs.clear()
+            update(states[0], seed=7)  # a number of its own each time
+        assert programs["forward", True] == 1
 
 
 @pytest.mark.parametrize("tokens, planned", [(6, True), (20000, False)])

@@ -124,7 +124,7 @@ def test_repr_shows_settings_and_state(xp):
     optimizer = AdamW(workspace(xp), betas=(0.5, 0.25), max_norm=8.0)
     optimizer.update(0.125)
     first, size, state = repr(optimizer).splitlines()
-    assert first.startswith("AdamW(max_norm=8.0, growth_interval=0, seed=0, betas=(0.5, 0.25), ")
+    assert first.startswith("AdamW(max_norm=8.0, growth_interval=0, betas=(0.5, 0.25), ")
     assert size == "  256 elements of float32"
     assert state.startswith("  OptimizerState(learning_rate=0.125, step=1, divisor=1, ")
     assert state.endswith(" clamped=0)")

@@ -50,6 +50,7 @@ class OptimizerState:
     """
 
     __slots__ = ("array",)
+    signed_by = "array"  # see ``autodiff.signatures``
 
     def __init__(self, like: Array, **values: float) -> None:
         host = np.zeros(len(FIELDS), np.uint32)
