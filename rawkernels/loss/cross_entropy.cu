@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare(
     long long rows,
     int vocab,
     bool mean) {
-    const Labels given{labels, wide, ignore_index};
+    const Labels given{labels, wide, ignore_index, flag};
     constexpr int STEP = COUNTERS * THREADS, BATCH = 8;  // labels are loaded before the first is checked
     float count = 0.f;
     for (long long first = blockIdx.x * THREADS + threadIdx.x; first < rows; first += BATCH * STEP) {
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare(
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             if (first + i * STEP >= rows) break;
-            const int target = given.target(label[i], vocab, flag);
+            const int target = given.target(label[i], vocab);
             targets[first + i * STEP] = target;
             count += target < 0 ? 0.f : 1.f;
         }
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     const void* labels,     // (rows,), int64 where `wide`, else int32
     bool wide,
     long long ignore_index,
-    long long* flag,        // of a label out of range
+    long long* flag,        // of a label out of range; null: the labels are targets
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     float z_loss,
     bool with_gradient) {
     const LossTerms terms{label_share, other_share, z_loss};
-    const Labels given{labels, wide, ignore_index};
-    cross_entropy_row<BLOCK, 1>(logits, given, flag, losses, statistics, summary, stride, vocab, cols, room, terms,
+    const Labels given{labels, wide, ignore_index, flag};
+    cross_entropy_row<BLOCK, 1>(logits, given, losses, statistics, summary, stride, vocab, cols, room, terms,
                                 with_gradient);
 }
 
@@ -71,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
     const void* labels,     // (rows,), int64 where `wide`, else int32; or null
     bool wide,
     long long ignore_index,
+    long long* flag,
     long long rows,
     bool mean) {            // over the rows that count: by the labels, or without them by the summary
     float sum = 0.f, count = 0.f;
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
     }
     if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
     if (mean && labels) {
-        const Labels given{labels, wide, ignore_index};
+        const Labels given{labels, wide, ignore_index, flag};
 #pragma unroll 8
         for (long long i = threadIdx.x; i < rows; i += ALONE) count += given[i] == ignore_index ? 0.f : 1.f;
     }

@@ -30,19 +30,22 @@ struct Divisor {
     __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
 
-// The labels of all rows (rows,): int64 or int32, `ignored` for a row that does not count.
+// The labels of all rows (rows,): int64 or int32, `ignored` for a row that does not count; or their targets, int32.
 struct Labels {
     const void* from;
     bool wide;
     long long ignored;
-    // Without a branch, so that others load meanwhile.
+    long long* flag;  // of a label out of range; null: of targets, which were checked
+    // Without a branch by the data, so that others load meanwhile.
     __device__ long long operator[](long long row) const {
+        if (!flag) return __ldg((const int*)from + row);
         const int* words = (const int*)from + (row << wide);
         const int low = __ldg(words), high = __ldg(words + wide);
         return wide ? (long long)high << 32 | (u32)low : low;
     }
-    // A label of these, 0 for one out of range, or -1 for a row that does not count.
-    __device__ int target(long long label, int vocab, long long* flag) const {
+    // The target of a label: 0 for one out of range, -1 for a row that does not count.
+    __device__ int target(long long label, int vocab) const {
+        if (!flag) return (int)label;
         const bool counts = label != ignored, wrong = counts && out_of_range(label, vocab, flag);
         return !counts ? -1 : wrong ? 0 : (int)label;
     }
@@ -217,7 +220,7 @@ __device__ __forceinline__ scalar gradient_of(scalar logit, int column, const Gr
 
 // The loss of row blockIdx.x / CLUSTER and, with_gradient, its gradient in place. There is shared memory for `room` vectors.
 template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_row(
-    scalar* logits, Labels labels, long long* flag, float* losses, float* statistics, Summary* summary, long long stride,
+    scalar* logits, Labels labels, float* losses, float* statistics, Summary* summary, long long stride,
     int vocab, int cols, int room, LossTerms terms, bool with_gradient) {
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, thread = threadIdx.x;
     const long long number = blockIdx.x / CLUSTER;
@@ -228,7 +231,7 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
 
     const Divisor divisor(summary);
     const float scale = summary->scale;
-    const int target = labels.target(labels[number], vocab, flag);
+    const int target = labels.target(labels[number], vocab);
     if (with_gradient)
         for (int j = vocab + rank * BLOCK + thread; j < cols; j += CLUSTER * BLOCK) row[j] = (scalar)0.f;
     if (target < 0) {

@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1,
     const void* labels,     // (rows,), int64 where `wide`, else int32
     bool wide,
     long long ignore_index,
-    long long* flag,        // of a label out of range
+    long long* flag,        // of a label out of range; null: the labels are targets
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1,
     float z_loss,
     bool with_gradient) {
     const LossTerms terms{label_share, other_share, z_loss};
-    const Labels given{labels, wide, ignore_index};
-    cross_entropy_row<BLOCK, CLUSTER>(logits, given, flag, losses, statistics, summary, stride, vocab, cols, room, terms,
+    const Labels given{labels, wide, ignore_index, flag};
+    cross_entropy_row<BLOCK, CLUSTER>(logits, given, losses, statistics, summary, stride, vocab, cols, room, terms,
                                       with_gradient);
 }

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const void* labels,     // (rows,), int64 where `wide`, else int32
     bool wide,
     long long ignore_index,
-    long long* flag,        // of a label out of range
+    long long* flag,        // of a label out of range; null: the labels are targets
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
     const LossTerms terms{label_share, other_share, z_loss};
     const int lane = threadIdx.x % LANES;
-    const Labels given{labels, wide, ignore_index};
+    const Labels given{labels, wide, ignore_index, flag};
     const long long label = given[number];
     const Divisor divisor(summary);
     const float scale = summary->scale;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     for (int i = 0; i < VECTORS; ++i)
         if (lane + LANES * i < layout.vectors) bits[i] = load_vector(row + layout.vector(lane + LANES * i));
     float edge[1] = {has_edge ? (float)row[layout.edge(lane)] : NEG_INF};
-    const int target = given.target(label, vocab, flag);  // after the loads of the row
+    const int target = given.target(label, vocab);  // after the loads of the row
     const bool counts = target >= 0;
     const float at_label = counts ? (float)row[target] : 0.f;
 

@@ -33,7 +33,7 @@ class Labels(NamedTuple):
     values: Any
     wide: bool
     ignore_index: int
-    flag: Any  # of a label out of range
+    flag: Any  # of a label out of range; None: they are checked
 
 
 class Plan(NamedTuple):
@@ -88,7 +88,7 @@ def prepare(rows: Array, plan: Plan, dloss: Array | None, vocab_size: int) -> Pl
         (blocks,), (threads,), *plan.labels, targets, plan.summary, dloss, targets.size,
         vocab_size, plan.mean,
     )  # fmt: skip
-    return plan._replace(labels=Labels(targets, False, -1, plan.labels.flag), counted=True)
+    return plan._replace(labels=Labels(targets, False, -1, None), counted=True)
 
 
 def run_rows(
@@ -130,9 +130,9 @@ def run_rows(
 
 def run_sum(rows: Array, losses: Array, plan: Plan) -> None:
     """Write the sum of losses, or with ``plan.mean`` their mean, to ``plan.loss``."""
-    labels, *read, _ = plan.labels
+    labels, *how = plan.labels
     _kernel("sum", rows)(
-        (1,), (SUM,), losses, plan.summary, None if plan.counted else labels, *read, losses.size,
+        (1,), (SUM,), losses, plan.summary, None if plan.counted else labels, *how, losses.size,
         plan.mean,
     )  # fmt: skip
 
