@@ -1,5 +1,5 @@
 // Softmax cross entropy with label smoothing and z-loss, and its gradient. With donated logits, one pass computes both.
-// Constants: scalar = float, f16, bf16; BLOCK = 32, 128, 512
+// Constants: scalar = float, f16, bf16; BLOCK = 32, 128, 512; CHECKED = false, true (labels are the targets of prepare)
 // Launch:    prepare: grid = (32,), block = (256,). sum: grid = (1,), block = (1024,).
 //            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory; the rest of a row is read twice.
 //            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare(
     long long rows,
     int vocab,
     bool mean) {
-    const Labels given{labels, wide, ignore_index, flag};
+    const Labels<false> given{labels, wide, ignore_index, flag};
     constexpr int STEP = COUNTERS * THREADS, BATCH = 8;  // labels are loaded before the first is checked
     float count = 0.f;
     for (long long first = blockIdx.x * THREADS + threadIdx.x; first < rows; first += BATCH * STEP) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     const void* labels,     // (rows,), int64 where `wide`, else int32
     bool wide,
     long long ignore_index,
-    long long* flag,        // of a label out of range; null: the labels are targets
+    long long* flag,        // of a label out of range
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, TOGETHER) cross_entropy_rows
     float z_loss,
     bool with_gradient) {
     const LossTerms terms{label_share, other_share, z_loss};
-    const Labels given{labels, wide, ignore_index, flag};
+    const Labels<CHECKED> given{labels, wide, ignore_index, flag};
     cross_entropy_row<BLOCK, 1>(logits, given, losses, statistics, summary, stride, vocab, cols, room, terms,
                                 with_gradient);
 }
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
     }
     if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
     if (mean && labels) {
-        const Labels given{labels, wide, ignore_index, flag};
+        const Labels<false> given{labels, wide, ignore_index, flag};
 #pragma unroll 8
         for (long long i = threadIdx.x; i < rows; i += ALONE) count += given[i] == ignore_index ? 0.f : 1.f;
     }

@@ -30,25 +30,32 @@ struct Divisor {
     __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
 
-// The labels of all rows (rows,): int64 or int32, `ignored` for a row that does not count; or their targets, int32.
-struct Labels {
+// The labels of all rows (rows,): int64 where `wide`, else int32, `ignored` for a row that does not count.
+template <bool> struct Labels {
     const void* from;
     bool wide;
     long long ignored;
-    long long* flag;  // of a label out of range; null: of targets, which were checked
-    // Without a branch by the data, so that others load meanwhile.
+    long long* flag;  // of a label out of range
+    // Without a branch, so that others load meanwhile.
     __device__ long long operator[](long long row) const {
-        if (!flag) return __ldg((const int*)from + row);
         const int* words = (const int*)from + (row << wide);
         const int low = __ldg(words), high = __ldg(words + wide);
         return wide ? (long long)high << 32 | (u32)low : low;
     }
     // The target of a label: 0 for one out of range, -1 for a row that does not count.
     __device__ int target(long long label, int vocab) const {
-        if (!flag) return (int)label;
         const bool counts = label != ignored, wrong = counts && out_of_range(label, vocab, flag);
         return !counts ? -1 : wrong ? 0 : (int)label;
     }
+};
+// Their targets, which "prepare" has found.
+template <> struct Labels<true> {
+    const void* from;
+    bool wide;
+    long long ignored;
+    long long* flag;
+    __device__ int operator[](long long row) const { return ((const int*)from)[row]; }
+    __device__ int target(int found, int) const { return found; }
 };
 
 // ---- parts of a row
@@ -220,7 +227,7 @@ __device__ __forceinline__ scalar gradient_of(scalar logit, int column, const Gr
 
 // The loss of row blockIdx.x / CLUSTER and, with_gradient, its gradient in place. There is shared memory for `room` vectors.
 template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_row(
-    scalar* logits, Labels labels, float* losses, float* statistics, Summary* summary, long long stride,
+    scalar* logits, Labels<CHECKED> labels, float* losses, float* statistics, Summary* summary, long long stride,
     int vocab, int cols, int room, LossTerms terms, bool with_gradient) {
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, thread = threadIdx.x;
     const long long number = blockIdx.x / CLUSTER;

@@ -1,6 +1,6 @@
 // Softmax cross entropy and its gradient (see cross_entropy.cu) for short rows, each in the registers of LANES lanes.
-// Constants: scalar = float, f16, bf16; LANES = 32; VECTORS = 2, 4, 8
-// Constants: scalar = float, f16, bf16; LANES = 8, 16; VECTORS = 2
+// Constants: scalar = float, f16, bf16; LANES = 32; VECTORS = 2, 4, 8; CHECKED = false, true
+// Constants: scalar = float, f16, bf16; LANES = 8, 16; VECTORS = 2; CHECKED = false, true
 // Launch:    grid = (ceil(rows * LANES / 128),), block = (128,). A row has up to LANES * VECTORS vectors of 16 bytes;
 //            where LANES < 32 it begins at a multiple of 16 bytes.
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
@@ -8,7 +8,7 @@
 
 constexpr int WARPS = 4;
 // blocks per multiprocessor, as many as run without spills
-constexpr int WITHOUT_SPILLS = __CUDA_ARCH__ >= 1200 ? 9 : 10;
+constexpr int WITHOUT_SPILLS = __CUDA_ARCH__ >= (CHECKED ? 1200 : 1030) ? 9 : 10;
 constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : WITHOUT_SPILLS;
 
 // Reductions over the lanes that share a row.
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const void* labels,     // (rows,), int64 where `wide`, else int32
     bool wide,
     long long ignore_index,
-    long long* flag,        // of a label out of range; null: the labels are targets
+    long long* flag,        // of a label out of range
     float* losses,          // (rows,)
     float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
     Summary* summary,
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
     const LossTerms terms{label_share, other_share, z_loss};
     const int lane = threadIdx.x % LANES;
-    const Labels given{labels, wide, ignore_index, flag};
-    const long long label = given[number];
+    const Labels<CHECKED> given{labels, wide, ignore_index, flag};
+    const auto label = given[number];
     const Divisor divisor(summary);
     const float scale = summary->scale;
     scalar* row = logits + number * stride;

@@ -33,16 +33,16 @@ class Labels(NamedTuple):
     values: Any
     wide: bool
     ignore_index: int
-    flag: Any  # of a label out of range; None: they are checked
+    flag: Any  # of a label out of range
 
 
 class Plan(NamedTuple):
-    """What the launches of one call share. ``counted``: ``summary`` holds how many rows count."""
+    """What the launches of one call share. ``checked``: labels are targets, which are counted."""
 
     labels: Labels
     summary: Any  # struct Summary of loss/cross_entropy.cuh, as words
     mean: bool
-    counted: bool = False
+    checked: bool = False
 
     @property
     def loss(self) -> Array:
@@ -88,7 +88,7 @@ def prepare(rows: Array, plan: Plan, dloss: Array | None, vocab_size: int) -> Pl
         (blocks,), (threads,), *plan.labels, targets, plan.summary, dloss, targets.size,
         vocab_size, plan.mean,
     )  # fmt: skip
-    return plan._replace(labels=Labels(targets, False, -1, None), counted=True)
+    return plan._replace(labels=Labels(targets, False, -1, None), checked=True)
 
 
 def run_rows(
@@ -103,7 +103,7 @@ def run_rows(
     head = rows, *plan.labels, losses, statistics, plan.summary, _stride(rows)
     tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
     size = vocab * rows.itemsize
-    constants: dict[str, Any] = {"scalar": ctype(rows.dtype)}
+    constants: dict[str, Any] = {"scalar": ctype(rows.dtype), "CHECKED": plan.checked}
     if size <= SHORT[-1][0]:
         aligned = (rows.data.ptr | rows.strides[0]) % 16 == 0
         lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)
@@ -131,8 +131,8 @@ def run_rows(
 def run_sum(rows: Array, losses: Array, plan: Plan) -> None:
     """Write the sum of losses, or with ``plan.mean`` their mean, to ``plan.loss``."""
     labels, *how = plan.labels
-    _kernel("sum", rows)(
-        (1,), (SUM,), losses, plan.summary, None if plan.counted else labels, *how, losses.size,
+    _kernel("sum", rows, plan.checked)(
+        (1,), (SUM,), losses, plan.summary, None if plan.checked else labels, *how, losses.size,
         plan.mean,
     )  # fmt: skip
 
@@ -160,8 +160,8 @@ def rescale(x: Array, done_for: Array | None, dloss: Array) -> None:
     _kernel("rescale", x)(grid, (_block(x),), x, done_for, dloss, _stride(x), len(x), x.shape[1])
 
 
-def _kernel(verb, rows):
-    constants = {"scalar": ctype(rows.dtype), "BLOCK": _block(rows)}
+def _kernel(verb, rows, checked=True):
+    constants = {"scalar": ctype(rows.dtype), "BLOCK": _block(rows), "CHECKED": checked}
     return kernel("loss/cross_entropy.cu", f"cross_entropy_{verb}", **constants)
 
 

@@ -160,11 +160,11 @@ def test_launch_tables():
         assert table == sorted(table)
     for size, (lanes, vectors) in launch.SHORT:
         assert size <= lanes * 16 * vectors
-        constants = {"scalar": "bf16", "LANES": lanes, "VECTORS": vectors}
+        constants = {"scalar": "bf16", "LANES": lanes, "VECTORS": vectors, "CHECKED": True}
         assert constants in sources.variants("loss/cross_entropy_short.cu")
     for size, (cluster, block) in launch.LONG:
         file = "loss/cross_entropy_cluster.cu" if cluster > 1 else "loss/cross_entropy.cu"
-        constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
+        constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block, "CHECKED": True}
         assert any(form.items() <= constants.items() for form in sources.variants(file))
         size = min(size, 4 * 262144)
         room = (227 << 10) - launch.RESERVED_SHARED  # shared memory of a block on a Hopper GPU
