@@ -181,13 +181,6 @@ def nvvm():
 
 
 @pytest.fixture
-def bytecode(monkeypatch, tmp_path):
-    """Processes started by a test write and read .pyc files, as those of an installed package."""
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-
-
-@pytest.fixture
 def rng():
     return np.random.default_rng(0)
 

@@ -25,10 +25,10 @@ def test_import_loads_no_heavy_module():
     assert loaded == "[]"
 
 
-def test_import_time(bytecode):
-    """CPU time, so that other processes do not count."""
-    code = "import time; t = time.process_time(); import gpuattn; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(5)) <= 0.3
+def test_import_loads_few_modules():
+    """150 beside NumPy's take 0.1 to 0.3 s of a processor: that time says more of the processor."""
+    code = "import numpy, sys; n = len(sys.modules); import gpuattn; print(len(sys.modules) - n)"
+    assert 0 < int(python(code)) <= 180
 
 
 def test_openblas_threads_sleep_soon_unless_the_user_sets_their_timeout(monkeypatch):
