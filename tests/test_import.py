@@ -3,6 +3,7 @@
 import configparser
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,9 @@ def test_without_a_source_tree_the_version_is_the_installed_one(monkeypatch, tmp
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gpuattn\nVersion: 9.8\n")
     if beside:
         (tmp_path / "setup.cfg").write_text(beside)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    standard = [path for path in sys.path if path.startswith(sysconfig.get_path("stdlib"))]
+    standard = [path for path in standard if "-packages" not in path]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *standard])
     monkeypatch.setattr("gpuattn.version.TREE", tmp_path)
     assert gpuattn.__version__ == "9.8"
 
