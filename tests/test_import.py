@@ -27,7 +27,7 @@ def test_import_loads_no_heavy_module():
 
 
 def test_import_loads_few_modules():
-    """They take 0.1 to 0.3 s of a processor, a time that says more of the processor."""
+    """Counted, not timed: the processor time depends on the machine and on what else it does."""
     code = """import sys
 before = set(sys.modules)
 import gpuattn
@@ -66,8 +66,8 @@ def test_without_a_source_tree_the_version_is_the_installed_one(monkeypatch, tmp
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gpuattn\nVersion: 9.8\n")
     if beside:
         (tmp_path / "setup.cfg").write_text(beside)
-    standard = [path for path in sys.path if path.startswith(sysconfig.get_path("stdlib"))]
-    standard = [path for path in standard if "-packages" not in path]
+    standard = sysconfig.get_path("stdlib")
+    standard = [p for p in sys.path if p.startswith(standard) and "-packages" not in p]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *standard])
     monkeypatch.setattr("gpuattn.version.TREE", tmp_path)
     assert gpuattn.__version__ == "9.8"

@@ -316,7 +316,7 @@ def launch_count(name):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("columns", [7, 1000, 4000, 9728, 65000])
 def test_the_loss_alone_has_the_bits_of_that_with_a_count(xp, rng, columns, reduction, dtype):
-    """A kernel checks the labels for the count and the gradient; else those that read them do."""
+    """With a count, a launch of its own checks the labels; without, each row checks its label."""
     for rows in (0, 1, 70):
         logits, labels = draw(rng, (rows,), columns, columns, dtype)
         given = xp.asarray(logits.astype(np.float16)), xp.asarray(labels)
