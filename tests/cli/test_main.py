@@ -16,8 +16,6 @@ from gpuattn.cli.main import COMMANDS
 
 from .conftest import ROOT
 
-HEAVY = ["cupy", "numba", "rich", "sentencepiece", "sacrebleu", "safetensors", "matplotlib"]
-
 
 def test_help_names_every_command(call):
     result = call("--help")
@@ -48,21 +46,20 @@ def test_every_command_has_help_and_debug(call, name):
     assert call(name, "--nonsense").exit_code == 2
 
 
-def test_help_is_quick_and_imports_nothing_heavy(bytecode):
-    code = (
-        "import sys, time\n"
-        "from gpuattn.cli.main import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        f"print([m for m in {HEAVY} if m in sys.modules], time.process_time(), file=sys.stderr)"
-    )
-    times = []
-    for _ in range(5):
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        heavy, seconds = run.stderr.split("] ")
-        times.append(float(seconds))  # CPU time, independent of other work on the machine
-        assert heavy == "["
-    assert min(times) <= 0.4
+def test_help_imports_few_modules():
+    """Counted, not timed: the processor time depends on the machine and on what else it does."""
+    code = """import sys
+before = set(sys.modules)
+from gpuattn.cli.main import main
+try: main(["--help"])
+except SystemExit: pass
+new = [name for name in sys.modules if name not in before]
+others = {name.partition(".")[0] for name in new} - sys.stdlib_module_names
+print(*sorted(others), sum(name.startswith("gpuattn") for name in new), file=sys.stderr)"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *packages, own = run.stderr.split()
+    assert packages == ["click", "gpuattn", "ml_dtypes", "numpy", "rawkernels"]
+    assert int(own) <= 130
 
 
 def test_a_misspelt_command_or_option_names_the_nearest(call):
