@@ -24,6 +24,7 @@ CTYPES = {
     FLOATS[1]: "f16",
     BFLOAT16: "bf16",
 }  # names in common/types.cuh
+LOWEST = {dtype: float(np.finfo(dtype).min) for dtype in (FLOATS[0], FLOATS[3])}
 ARRAYS = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
 DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 MAX_THREADS = 4  # of for_each; BLAS has its own threads
@@ -52,7 +53,12 @@ def on_gpu(array: Any) -> bool:
 
 def get_xp(*arrays: Any) -> Xp:
     """Return the module (``numpy`` or ``cupy``) that owns the first array that is one."""
-    return _cupy() if any(map(on_gpu, arrays)) else np
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        for array in arrays:
+            if isinstance(array, cupy.ndarray):
+                return cupy
+    return np
 
 
 def is_array(value: Any) -> bool:
@@ -72,7 +78,7 @@ def ctype(dtype: np.dtype) -> str | None:
 
 def wide(dtype: np.dtype) -> np.dtype:
     """Return the dtype to accumulate ``dtype`` in: float64 for float64, else float32."""
-    return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
+    return FLOATS[3] if np.dtype(dtype) == FLOATS[3] else FLOATS[0]
 
 
 def as_array(value: Any, function: str, argument: str) -> Array:

@@ -49,7 +49,7 @@ mode: contextvars.ContextVar[Mode] = contextvars.ContextVar("gpuattn_mode", defa
 class with_mode(contextlib.ContextDecorator):
     """Change a field of the mode in a block, in this thread and context.
 
-    A class, as a generator would take a microsecond more.
+    A class, as a generator would take 0.6 us more.
     """
 
     def __init__(self, field: str, value: Any) -> None:

@@ -7,6 +7,7 @@ Each counter gives four 32-bit words = eight 16-bit lanes, low half of a word fi
 
 import contextlib
 import contextvars
+import functools
 import math
 import operator
 import secrets
@@ -15,16 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.arrays import for_each, recorders
+from gpuattn.arrays import for_each, get_xp, recorders
 from gpuattn.errors import UnsupportedError
 from gpuattn.modes import without_plans
 from gpuattn.typing import Array, Shape, Xp
 
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+CONSTANTS = (*MULTIPLIERS, 0xFFFFFFFF, 32)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
-BLOCK = 1 << 17  # elements at a time on NumPy, whose random words fit into the cache
+BLOCK = 1 << 16  # elements at a time on NumPy, whose random words fit into the cache
 # None; (seed, drawn) after ``manual_seed``; (seed, drawn, step) inside ``numbered``
 _counter: contextvars.ContextVar[tuple | None] = contextvars.ContextVar(
     "gpuattn_seed_counter", default=None
@@ -87,7 +89,7 @@ def fresh_seed() -> int:
             "draw it outside, or leave seed=None to an op"
         )
     _counter.set((seed, drawn + 1, *state[2:]))
-    words = philox(seed, *(np.uint64(c) for c in (drawn, step, 0xFFFFFFFF, len(state) - 2)))
+    words = philox(seed, drawn, step, 0xFFFFFFFF, len(state) - 2)
     return int(words[0]) | int(words[1]) << 32
 
 
@@ -148,25 +150,40 @@ def remember() -> tuple:
     return state
 
 
-def philox(seed: Any, c0: Array, c1: Array, c2: Array, c3: Array) -> tuple:
-    """Return four uint32-valued uint64 arrays for counters (c0, c1, c2, c3) under a 64-bit seed.
+def philox(seed: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple:
+    """Return four uint32-valued numbers for counters (c0, c1, c2, c3) under a 64-bit seed.
 
-    The counters are uint64 scalars or arrays (NumPy or CuPy) below 2**32 that broadcast.
-    ``seed``: an int, or a uint64 array that broadcasts with them.
+    The counters are ints, or uint64 scalars or arrays (NumPy or CuPy), below 2**32 that broadcast;
+    so are the numbers. ``seed``: an int, or a uint64 array that broadcasts with them.
     """
-    low = np.uint64(0xFFFFFFFF)
-    shift = np.uint64(32)
-    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    for _ in range(ROUNDS):
-        p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c1, c2, c3 = (
-            (p1 >> shift) ^ c1 ^ k0,
-            p1 & low,
-            (p0 >> shift) ^ c3 ^ k1,
-            p0 & low,
-        )
-        k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
+    on_numpy = get_xp(seed, c0, c1, c2, c3) is np
+    m0, m1, low, shift = _NUMPY_CONSTANTS if on_numpy else CONSTANTS
+    for k0, k1 in _numpy_keys(seed) if on_numpy and isinstance(seed, int) else _keys(seed):
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = (p1 >> shift) ^ (c1 ^ k0), p1 & low, (p0 >> shift) ^ (c3 ^ k1), p0 & low
     return c0, c1, c2, c3
+
+
+def _keys(seed):
+    """Return the two keys of each round."""
+    k0, k1, keys = seed & 0xFFFFFFFF, seed >> 32, []
+    for _ in range(ROUNDS):
+        keys.append((k0, k1))
+        k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
+    return keys
+
+
+def _as_array(number):
+    """Return an int as NumPy's operations are quickest with it: half the time of a scalar."""
+    return np.array(number, np.uint64)
+
+
+_NUMPY_CONSTANTS = tuple(map(_as_array, CONSTANTS))
+
+
+@functools.lru_cache(maxsize=64)  # all updates of a run share a seed
+def _numpy_keys(seed):
+    return [(_as_array(k0), _as_array(k1)) for k0, k1 in _keys(seed)]
 
 
 def threshold(p: float) -> int:
@@ -177,15 +194,21 @@ def threshold(p: float) -> int:
 def lanes(xp: Xp, key: Key, first: Any, count: int) -> Array:
     """Return the 16-bit numbers (uint16, (count,)) of elements ``first .. first + count - 1``."""
     begin, end = first // LANES, -(-(first + count) // LANES)
-    index = xp.arange(begin, end, dtype=np.uint64)
-    c0, c1 = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
-    stream = xp.full((), key.stream, np.uint64)
-    step = xp.asarray(key.step, np.uint64).reshape(())
-    words = xp.empty((end - begin, 4), np.uint32)
-    for i, word in enumerate(philox(key.seed, c0, c1, stream, step)):
-        words[:, i] = word
+    c0, c1 = xp.arange(begin, end, dtype=np.uint64), 0
+    if end > 1 << 32:
+        c0, c1 = c0 & np.uint64(0xFFFFFFFF), c0 >> np.uint64(32)
+    w0, w1, w2, w3 = philox(key.seed, c0, c1, *counters(xp, key))
+    pairs, shift = xp.empty((end - begin, 2), np.uint64), np.uint64(32)
     # all supported platforms are little-endian: the low half comes first
-    return words.view(np.uint16).ravel()[first - begin * LANES :][:count]
+    xp.bitwise_or(w0, w1 << shift, out=pairs[:, 0])
+    xp.bitwise_or(w2, w3 << shift, out=pairs[:, 1])
+    return pairs.view(np.uint16).ravel()[first - begin * LANES :][:count]
+
+
+def counters(xp: Xp, key: Key) -> tuple:
+    """Return the last two counters of a key: ints, or a () array where the step is on a GPU."""
+    step = key.step if isinstance(key.step, int) else xp.asarray(key.step, np.uint64).reshape(())
+    return key.stream, step
 
 
 def keep_mask(xp: Xp, shape: Shape, p: float, key: Key) -> Array:
@@ -193,7 +216,10 @@ def keep_mask(xp: Xp, shape: Shape, p: float, key: Key) -> Array:
     count, bound = math.prod(shape), threshold(p)
     if bound == 0:
         return xp.zeros(shape, bool)
-    kept, step = xp.empty(count, bool), BLOCK if xp is np else max(count, 1)
+    step = BLOCK if xp is np else max(count, 1)
+    if count <= step:
+        return (lanes(xp, key, 0, count) <= np.uint16(bound - 1)).reshape(shape)
+    kept = xp.empty(count, bool)
 
     def draw(first):
         part = lanes(xp, key, first, min(step, count - first))

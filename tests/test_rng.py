@@ -24,8 +24,14 @@ def words(text):
 @pytest.mark.parametrize("counter, key, want", KNOWN)
 def test_published_known_answers(counter, key, want):
     low, high = words(key)
-    got = rng.philox(low | high << 32, *(np.uint64(c) for c in words(counter)))
-    assert [int(word) for word in got] == words(want)
+    seed, counters = low | high << 32, words(counter)
+    for number in (int, np.uint64, lambda c: np.full(2, c, np.uint64)):
+        got = rng.philox(seed, *map(number, counters))
+        assert [int(np.ravel(word)[0]) for word in got] == words(want)
+    mixed = rng.philox(
+        np.full(2, seed, np.uint64), np.full(2, counters[0], np.uint64), *counters[1:]
+    )
+    assert [int(word[1]) for word in mixed] == words(want)
 
 
 def test_lanes_are_the_halves_of_the_words(xp):

@@ -1,8 +1,9 @@
 """Signatures of calls: functions, written as text, of the arguments of one form of calls.
 
 Such a function makes the key of a call: its ``modes.Mode``, the shapes, strides, dtypes and
-alignments of its arrays, and its other arguments by value. It calls the ``Plan.direct`` of the key,
-with no other Python call in between, or else ``Op.planned``.
+alignments of its arrays, and its other arguments by value. An object whose class has ``signed_by``
+counts as its array of that name. It calls the ``Plan.direct`` of the key, with no other Python call
+in between, or else ``Op.planned``.
 """
 
 import functools

@@ -10,6 +10,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import (
+    LOWEST,
     check_floats,
     check_together,
     ctype,
@@ -147,7 +148,7 @@ def _forward_reference(x, mask, lengths, *, needs, scale, causal, p, key, donate
     if keep is not None:
         e = xp.where(keep, e, work.type(-np.inf))
     # the bound keeps -inf - (-inf), a NaN, out of rows that are masked everywhere
-    e -= xp.maximum(e.max(-1, keepdims=True), np.finfo(work).min)
+    e -= xp.maximum(e.max(-1, keepdims=True), LOWEST[work])
     xp.exp(e, out=e)
     total = e.sum(-1, keepdims=True)
     total += total == 0

@@ -30,32 +30,29 @@ struct Divisor {
     __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
 
-// The labels of all rows (rows,): int64 where `wide`, else int32, `ignored` for a row that does not count.
-template <bool> struct Labels {
+// The labels of all rows (rows,): int64 where `wide`, else int32, `ignored` for a row that does not count; or,
+// `FOUND`, their targets, int32, which "prepare" has found.
+template <bool FOUND> struct Labels {
     const void* from;
     bool wide;
     long long ignored;
     long long* flag;  // of a label out of range
     // Without a branch, so that others load meanwhile.
-    __device__ long long operator[](long long row) const {
-        const int* words = (const int*)from + (row << wide);
-        const int low = __ldg(words), high = __ldg(words + wide);
-        return wide ? (long long)high << 32 | (u32)low : low;
+    __device__ auto operator[](long long row) const {
+        if constexpr (FOUND) {
+            return ((const int*)from)[row];
+        } else {
+            const int* words = (const int*)from + (row << wide);
+            const int low = __ldg(words), high = __ldg(words + wide);
+            return wide ? (long long)high << 32 | (u32)low : (long long)low;
+        }
     }
-    // The target of a label: 0 for one out of range, -1 for a row that does not count.
-    __device__ int target(long long label, int vocab) const {
+    // The target of what operator[] returned: 0 for a label out of range, -1 for a row that does not count.
+    template <class Label> __device__ int target(Label label, int vocab) const {
+        if constexpr (FOUND) return label;
         const bool counts = label != ignored, wrong = counts && out_of_range(label, vocab, flag);
         return !counts ? -1 : wrong ? 0 : (int)label;
     }
-};
-// Their targets, which "prepare" has found.
-template <> struct Labels<true> {
-    const void* from;
-    bool wide;
-    long long ignored;
-    long long* flag;
-    __device__ int operator[](long long row) const { return ((const int*)from)[row]; }
-    __device__ int target(int found, int) const { return found; }
 };
 
 // ---- parts of a row

@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from count_calls import count_calls
 
 from gpuattn.data.batching import (
     BATCHING,
@@ -14,8 +15,6 @@ from gpuattn.data.batching import (
 )
 from gpuattn.data.tokenizer import BOS, EOS, PAD
 from gpuattn.errors import ConfigError, DataError
-
-from ..support.calls import count_calls
 
 
 def corpus(rng, count, longest=40, empty=0.0):

@@ -8,14 +8,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from count_calls import count_calls
 
 from gpuattn.data import toy
 from gpuattn.data.generated import GENERATED, generate
 from gpuattn.data.grammar import DIAGONALS, TEST, VALID, split_of
 from gpuattn.data.lexicon import noun_phrase, number_de, number_en, ordinal_de, ordinal_en
 from gpuattn.errors import ConfigError, DataError
-
-from ..support.calls import count_calls
 
 KIND = {kind.name: kind for kind in toy.KINDS}
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.cuda.kernels import kernel
-from gpuattn.rng import device_arguments, philox, threshold
+from gpuattn.rng import counters, device_arguments, philox, threshold
 from gpuattn.typing import Array, Xp
 
 TILE = 16  # queries or keys of a table row
@@ -96,11 +96,9 @@ def round_bounds(xp: Xp, points: Array, p: float) -> Array:
 
 def _draw(xp, side, heads, blocks, count, key):
     """Return ``count`` draws of four words, uint32, for each head and block."""
-    stream = xp.full((), key.stream, np.uint64)
-    step = xp.asarray(key.step, np.uint64).reshape(())
     c0 = blocks[:, None] << np.uint64(5) | xp.arange(count, dtype=np.uint64)
     c1 = heads[..., None] | np.uint64(side << 31)
-    return xp.stack(philox(key.seed, c0, c1, stream, step), -1).astype(np.uint32)
+    return xp.stack(philox(key.seed, c0, c1, *counters(xp, key)), -1).astype(np.uint32)
 
 
 class Tables:

@@ -4,6 +4,7 @@ Packed sequences are padded to the longest of their grid. In a grid every array 
 (N sequences, KV heads, queries per KV head, T, ...).
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ class Grid:
     T: int
     S: int
     groups: int  # query heads per KV head
-    numbers: Any  # (N,): the numbers of the sequences in the batch
+    members: Any  # a slice or indices: which sequences of the batch
+    sequences: int  # of the batch
     offset: Any  # the key that query 0 is aligned with: an int or (N, 1, 1, 1, 1)
     reach: Any  # (least, greatest) offset where known without synchronizing, else None
     keys: Any  # the number of keys: None for all S, or (N, 1, 1, 1, 1)
@@ -66,11 +68,29 @@ class Grid:
         if self.slopes is not None:
             i, j = self._positions(rows, cols)
             s -= self.slopes * abs(i - j).astype(s.dtype)
-        seen = self._seen(rows, cols)
-        if seen is not None:
-            bound = xp.where(seen, s.dtype.type(INF), s.dtype.type(-INF))
-            xp.fmin(s, bound, out=s)  # fmin, unlike addition, hides NaN too
+        other = self.keys is not None or self.mask is not None  # hides more than the window
+        if xp is np and not other and isinstance(self.offset, int):
+            self._hide_edges(s, rows, cols)
+        elif (seen := self._seen(rows, cols)) is not None:
+            xp.fmin(s, _bound(seen, s.dtype), out=s)  # fmin, unlike addition, hides NaN too
         return s, slope
+
+    def _hide_edges(self, s, rows, cols):
+        """Set logits to -inf that the window hides: they are in less than BLOCK rows at either end.
+
+        The tables of these rows are the same in most blocks.
+        """
+        left, right = self.window
+        shift = rows.start + self.offset - cols.start  # the first row is aligned with this column
+        height, width = rows.stop - rows.start, cols.stop - cols.start
+        # rows before `end` do not see the last column, rows from `begin` on not the first
+        end = 0 if right is None else min(height, width - 1 - shift - right)
+        begin = height if left is None else max(0, left + 1 - shift)
+        for first, last in ((0, end), (begin, height)) if end <= begin else ((0, height),):
+            if first < last:
+                bound = _window_bound(last - first, width, first + shift, left, right, s.dtype)
+                here = s[..., first:last, :]
+                np.fmin(here, bound, out=here)
 
     def _positions(self, rows, cols):
         """Return the key that each query is aligned with, as a column, and the keys, as a row."""
@@ -98,12 +118,30 @@ class Grid:
     def keep(self, shape: Shape, rows: slice, cols: slice, dtype: np.dtype) -> Array:
         """Return the dropout mask of a block, 1 / (1 - p) where kept, 0 elsewhere."""
         heads = shape[1] * shape[2]
-        numbers = self.numbers[:, None] * heads + self.xp.arange(heads)
+        numbers = self.xp.arange(self.sequences)[self.members, None] * heads
+        numbers = numbers + self.xp.arange(heads)
         keep = keep_block(
             self.xp, numbers.ravel().astype(np.uint64), rows, cols, self.dropout_p, self.key
         )
         factor = dtype.type(1 / (1 - self.dropout_p))
         return keep.reshape(shape) * factor
+
+
+def _bound(seen, dtype):
+    """Return inf where a key is seen, else -inf."""
+    return get_xp(seen).where(seen, dtype.type(INF), dtype.type(-INF))
+
+
+@functools.lru_cache(maxsize=8)  # layers and updates have the same shapes
+def _window_bound(height, width, shift, left, right, dtype):
+    """Return the bound of logits in a window, where query 0 is aligned with key ``shift``."""
+    distance = np.arange(width) - (np.arange(height)[:, None] + shift)
+    seen = np.ones(distance.shape, bool)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return _bound(seen, dtype)
 
 
 def part(x: Array, rows: slice, cols: slice) -> Array:
@@ -122,9 +160,8 @@ class Dense:
     """Some sequences of a (B, T, H, D) batch."""
 
     def __init__(self, q: Array, k: Array, members: slice) -> None:
-        self.numbers = get_xp(q).arange(q.shape[0])[members]
         self.T, self.S = q.shape[1], k.shape[1]
-        self.members = members
+        self.members, self.sequences = members, q.shape[0]
         self.queries = self.keys = None
         self.shifts = self.S - self.T
 
@@ -149,8 +186,7 @@ class Packed:
         longest: Sequence[int],
         tokens: tuple[int, int],
     ) -> None:
-        self.members, self.tokens = members, tokens
-        self.numbers = xp.arange(len(starts[0]))[members]
+        self.members, self.sequences, self.tokens = members, len(starts[0]), tokens
         self.queries, self.keys = (n[members] for n in lengths)
         self.T, self.S = (min(n, t) for n, t in zip(longest, tokens, strict=True))
         self.shifts = self.keys - self.queries
@@ -229,7 +265,7 @@ def make_grid(
         slopes = slopes.reshape(len(slopes), -1, groups, 1, 1)
     is_mask = bias is not None and bias.dtype == bool
     return Grid(
-        xp, layout.T, layout.S, groups, layout.numbers, offset, reach,
+        xp, layout.T, layout.S, groups, layout.members, layout.sequences, offset, reach,
         keys=None if keys is None else column(keys),
         bias=None if bias is None or is_mask else bias.astype(dtype, copy=False),
         mask=bias if is_mask else None,

@@ -4,11 +4,12 @@ Memory is linear in the number of tokens. Training on NumPy runs this too: produ
 their destination without a temporary, and packed sequences are padded into a few grids.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
+from gpuattn.arrays import LOWEST, empty, for_each, get_xp, wide, zeros
 from gpuattn.autodiff.gradient_layout import target_like
 from gpuattn.ops.attention.gradient import finite_lse, sink_gradient, sum_to
 from gpuattn.ops.attention.grids import BLOCK, INF, Grid, by_heads, column, layouts, make_grid, part
@@ -20,25 +21,33 @@ MAX_SINGLE_THREADED = 1 << 18  # multiply-adds of a product that OpenBLAS comput
 def attend(grid: Grid, q: Array, k: Array, v: Array, sink: Array | None) -> tuple[Array, Array]:
     """Return the output (N, T, heads, Dv) and lse (N, heads, T). ``q`` is scaled already."""
     xp, (N, kv_heads, G, T, _) = grid.xp, q.shape
-    dtype = q.dtype
+    dtype, lowest = q.dtype, LOWEST[q.dtype]
     result = xp.zeros((N, T, kv_heads * G, v.shape[-1]), dtype)
-    out, fresh = by_heads(result, G), True
-    top = xp.full((N, kv_heads, G, T, 1), -INF, dtype)
-    total = xp.zeros(top.shape, dtype)
+    out, shape = by_heads(result, G), (N, kv_heads, G, T, 1)
+    top: Any = None  # nothing is seen yet
+    total: Any = None
     if sink is not None:  # one more key, of value zero
-        top[...] = sink
-        total[...] = 1
-    may_hold_nan = xp is not np or not np.isfinite(v.sum())
+        top, total = xp.zeros(shape, dtype) + sink, xp.ones(shape, dtype)
+    may_hold_nan, fresh = xp is not np or not math.isfinite(v.sum()), True
     for rows, cols in grid.blocks():
         p, _ = grid.logits(q, k, rows, cols)
-        old = top[..., rows, :]
-        new = xp.maximum(old, p.max(-1, keepdims=True))
-        finite = xp.where(new == -INF, dtype.type(0), new)
+        new = p.max(-1, keepdims=True)
+        first = top is None and rows.stop - rows.start == T  # of all queries
+        if not first:
+            if top is None:
+                top, total = xp.full(shape, -INF, dtype), xp.zeros(shape, dtype)
+            old = top[..., rows, :]
+            new = xp.maximum(old, new)
+        finite = xp.maximum(new, lowest)  # -inf - lowest is -inf
         p -= finite
         xp.exp(p, out=p)
-        rescale = xp.exp(old - finite)
-        total[..., rows, :] = total[..., rows, :] * rescale + p.sum(-1, keepdims=True)
-        top[..., rows, :] = new
+        sums = p.sum(-1, keepdims=True)
+        if first:
+            top, total = new, sums
+        else:
+            rescale = xp.exp(old - finite)
+            total[..., rows, :] = total[..., rows, :] * rescale + sums
+            top[..., rows, :] = new
         if grid.dropout_p:
             p *= grid.keep(p.shape, rows, cols, p.dtype)
         here = out[..., rows, :]
@@ -49,8 +58,11 @@ def attend(grid: Grid, q: Array, k: Array, v: Array, sink: Array | None) -> tupl
         else:
             put_product(here, p, v[..., cols, :], fresh)
         fresh = False
-    out /= xp.where(total == 0, dtype.type(1), total)
-    lse = top + xp.log(total)
+    if top is None:
+        top, total = xp.full(shape, -INF, dtype), xp.zeros(shape, dtype)
+    out /= xp.maximum(total, 1)  # 0 without a key, else 1 or more, of the largest weight
+    lse = xp.log(total, out=total)
+    lse += top
     return result, lse.reshape(N, kv_heads * G, T)
 
 
@@ -153,18 +165,26 @@ def forward(
     """Return (out, lse) and what the gradient needs; see ``flash_attention``."""
     _, key_lengths, cu_q, cu_k, _, sink = extras
     dtype, shape = wide(q.dtype), (*q.shape[:-1], v.shape[-1])
-    out, lse = _target(q, shape, cu_q, q.dtype), _target(q, shape[:-1], cu_q, dtype)
 
-    def run(layout):
+    def attended(layout):
         with np.errstate(all="ignore"):
             grid = make_grid(layout, q, k, extras, params)
             operands = _operands(grid, layout, q, k, v, key_lengths, scale)
-            result, log_sum = attend(grid, *operands, _sink(sink, grid, dtype))
-            layout.put(out, result, 0)
-            layout.put(lse, log_sum.swapaxes(1, 2), 0)
+            return attend(grid, *operands, _sink(sink, grid, dtype))
 
-    _run_all(run, layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k), q.shape[-1])
-    out, lse = out[: len(q)], lse[: len(q)].swapaxes(-1, -2)
+    def run(layout):
+        result, log_sum = attended(layout)
+        layout.put(out, result, 0)
+        layout.put(lse, log_sum.swapaxes(1, 2), 0)
+
+    parts = layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k)
+    if len(parts) == 1 and cu_q is None:
+        out, lse = attended(parts[0])
+        out = out.astype(q.dtype, copy=False)
+    else:
+        out, lse = _target(q, shape, cu_q, q.dtype), _target(q, shape[:-1], cu_q, dtype)
+        _run_all(run, parts, q.shape[-1])
+        out, lse = out[: len(q)], lse[: len(q)].swapaxes(-1, -2)
     return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
 
 

@@ -84,8 +84,8 @@ def rows_at_a_time(rows: int, cols: int, itemsize: int, gpu: bool) -> int:
 
 
 def _forward(inner, x, weight, labels, dloss=None, *, needs, reduction, **params):
-    if inner is RAW and not any(needs) and 0 < labels.size <= _chunk(x, weight, labels, **params):
-        return _whole(x, weight, labels, reduction=reduction, **params), None
+    if not any(needs) and 0 < labels.size <= _chunk(x, weight, labels, **params):
+        return _whole(inner, x, weight, labels, reduction=reduction, **params), None
     at_once = any(needs) and (dloss is not None or x.dtype != np.float16)
     sums = inner.sums(x, labels, dloss, params["ignore_index"], reduction == "mean")
     scale = sums.scale if at_once else None
@@ -96,12 +96,12 @@ def _forward(inner, x, weight, labels, dloss=None, *, needs, reduction, **params
     return out, (x, weight, labels, sums.share, dloss, [gradients] if at_once else ())
 
 
-def _whole(x, weight, labels, *, chunk_rows, **params):
+def _whole(inner, x, weight, labels, *, chunk_rows, **params):
     """Return the loss of all rows at once: two launches fewer than by sums over chunks."""
     rows = x.reshape(labels.size, x.shape[-1])
     logits = matmul(rows, weight, transpose_b=True)
     none = (False, False, False)
-    out, _ = RAW.forward(logits, labels.ravel(), needs=none, donate=True, **params)
+    out, _ = inner.forward(logits, labels.ravel(), needs=none, donate=True, **params)
     return out
 
 

@@ -183,13 +183,11 @@ def _share(total, share):
 def _words(xp, key, keys, numbers, rows):
     """Return the first word of Philox counter (number, 0, stream, step) for each row, as uint64."""
     first = xp.arange(rows) if numbers is None else numbers.astype(np.uint32)
-    first, zero = first.astype(np.uint64), xp.zeros((), np.uint64)
+    first = first.astype(np.uint64)
     if keys is not None:
         low, high, stream, step = keys.astype(np.uint64).T
-        return rng.philox(low | high << np.uint64(32), first, zero, stream, step)[0]
-    stream = xp.full((), key.stream, np.uint64)
-    step = xp.asarray(key.step, np.uint64).reshape(())
-    return rng.philox(key.seed, first, zero, stream, step)[0]
+        return rng.philox(low | high << np.uint64(32), first, 0, stream, step)[0]
+    return rng.philox(key.seed, first, 0, *rng.counters(xp, key))[0]
 
 
 # ---- raw: rawkernels/sampling/sample_tokens.cu --------------------------------------------------

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import check_floats, ctype, get_xp, wide
+from gpuattn.arrays import LOWEST, check_floats, ctype, get_xp, wide
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.scratch import counters
@@ -25,6 +25,7 @@ from gpuattn.typing import Array
 MAX_GRID = 65535  # blocks along the second and third axis
 MAX_K, WIDE_BLOCK = 512, 1024  # winners; threads of a block for more than BLOCK / 2 of them
 MAX_COLS = 1 << 30  # columns are counted in 32 bits
+PARTITIONED = 256  # columns from which on the largest are parted from the others before a sort
 GROUP = 32  # columns of a group in the reference
 
 
@@ -81,7 +82,7 @@ def _forward_reference(logits, *, needs, k, vocab_size):
     x = strided_rows(logits)[0][:, :vocab_size].astype(dtype, copy=False)
     indices = largest(x, k)
     peak, log_total = log_sum(x)
-    logprobs = xp.take_along_axis(x, indices, -1)
+    logprobs = x[xp.arange(len(x))[:, None], indices]
     logprobs -= peak
     logprobs -= log_total
     return (logprobs.reshape(shape), indices.astype(np.int32).reshape(shape)), None
@@ -99,10 +100,10 @@ def log_sum(x: Array) -> tuple[Array, Array]:
     """Return (peak, log sum exp(x - peak)) of the rows of (rows, cols), each (rows, 1)."""
     xp = get_xp(x)
     # the bound keeps -inf - (-inf), a NaN, out of rows of -inf alone
-    peak = xp.maximum(x.max(-1, keepdims=True), np.finfo(x.dtype).min)
+    peak = xp.maximum(x.max(-1, keepdims=True), LOWEST[x.dtype])
     shifted = x - peak
     total = xp.exp(shifted, out=shifted).sum(-1, keepdims=True)
-    total += total == 0
+    total = xp.maximum(total, 1)  # 0 in rows of -inf alone, else 1 or more, of the peak
     return peak, xp.log(total, out=total)
 
 
@@ -127,8 +128,33 @@ def largest(x: Array, k: int) -> Array:
 
 def in_order(x: Array, k: int) -> Array:
     """Return the columns of the k largest, sorted; of equal ones the first, and NaN before all."""
-    backwards = get_xp(x).argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
-    return x.shape[1] - 1 - backwards[:, :k]
+    xp, cols = get_xp(x), x.shape[1]
+    if xp is np and x.dtype == np.float32:
+        return cols - 1 - (_ascending_keys(x, k)[:, : -k - 1 : -1] & 0xFFFFFFFF)
+    backwards = xp.argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
+    return cols - 1 - backwards[:, :k]
+
+
+def _ascending_keys(x, k):
+    """Return int64 keys of float32 numbers (rows, cols), sorted; at least those of the k largest.
+
+    The high half orders as the numbers do, the low half is how many columns follow. NumPy sorts
+    integers many times as fast as it finds the stable order of floats.
+    """
+    cols = x.shape[1]
+    bits = (x + np.float32(0)).view(np.int32)  # of -0 those of +0
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats are ordered by magnitude
+    nan = np.isnan(x)
+    if nan.any():
+        bits[nan] = 0x7FFFFFFF
+    keys = bits.astype(np.int64)
+    keys <<= 32
+    keys |= np.arange(cols - 1, -1, -1)
+    if cols > PARTITIONED > k:
+        keys.partition(cols - k, -1)
+        keys = keys[:, cols - k :]
+    keys.sort(-1)
+    return keys
 
 
 # ---- raw: rawkernels/sampling/topk_logprobs.cu --------------------------------------------------

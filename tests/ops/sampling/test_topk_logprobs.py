@@ -5,7 +5,7 @@ from checks import DTYPES, check_implementation, dtype_of, implementations, modu
 from gpuattn import Tensor, explain
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import UnsupportedError
-from gpuattn.ops.sampling.topk_logprobs import GROUP, IMPLS, MAX_K, largest, topk_logprobs
+from gpuattn.ops.sampling.topk_logprobs import GROUP, IMPLS, MAX_K, in_order, largest, topk_logprobs
 
 # 257: one more than a block; 4099: odd, and large enough for groups in the reference
 SHAPES = {"one": (1, 1), "short": (3, 31), "odd": (2, 3, 257), "long": (2, 4099), "vector": (64,)}
@@ -188,3 +188,11 @@ def test_groups_find_the_result_of_a_sort(rng):
         x = rng.integers(0, rng.integers(1, 2000), (rows, cols)).astype(np.float32)
         k = min(k, cols)
         np.testing.assert_array_equal(largest(x, k), np.argsort(-x, -1, kind="stable")[:, :k])
+
+
+@pytest.mark.parametrize("cols, k", [(1, 1), (40, 40), (300, 3), (300, 256), (300, 299)])
+def test_keys_of_float32_order_as_a_stable_sort(rng, cols, k):
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-45, 3.4e38, -3.4e38]
+    x = np.round(rng.standard_normal((50, cols)), 1).astype("f4")
+    x[25:] = rng.choice(np.float32(special), (25, cols))
+    np.testing.assert_array_equal(in_order(x, k), in_order(x.astype("f8"), k))
