@@ -25,7 +25,6 @@ from gpuattn.typing import Array
 MAX_GRID = 65535  # blocks along the second and third axis
 MAX_K, WIDE_BLOCK = 512, 1024  # winners; threads of a block for more than BLOCK / 2 of them
 MAX_COLS = 1 << 30  # columns are counted in 32 bits
-PARTITIONED = 256  # columns from which on the largest are parted from the others before a sort
 GROUP = 32  # columns of a group in the reference
 
 
@@ -114,16 +113,42 @@ def largest(x: Array, k: int) -> Array:
     other group. Shapes do not depend on values, so nothing is read back from a GPU.
     """
     xp, (rows, cols) = get_xp(x), x.shape
-    groups = cols // GROUP
     if cols <= 2 * k * GROUP:
         return in_order(x, k)
-    grouped = x[:, : groups * GROUP].reshape(rows, groups, GROUP)
-    retrieved = xp.sort(in_order(grouped.max(-1), k), -1)
-    candidates = (retrieved[:, :, None] * GROUP + xp.arange(GROUP)).reshape(rows, k * GROUP)
+    if xp is np:
+        return _largest_on_host(x, k)
+    groups = cols // GROUP
+    peaks = x[:, : groups * GROUP].reshape(rows, groups, GROUP).max(-1)
+    columns = in_order(peaks, k)[:, :, None] * GROUP + xp.arange(GROUP)
+    return _of_groups(x, k, columns, groups)
+
+
+def _largest_on_host(x, k):
+    """As ``largest``. Group g is columns g, g + groups, ...: their maxima are vector operations.
+
+    Where the k-th and the next maximum are equal, the group left out may hold the first column of
+    that number; all columns of such rows are searched.
+    """
+    groups = x.shape[1] // GROUP
+    peaks = x[:, : groups * GROUP].reshape(len(x), GROUP, groups).max(1)
+    found = in_order(peaks, k + 1)
+    last, following = peaks[np.arange(len(x))[:, None], found[:, k - 1 :]].T
+    columns = found[:, :k, None] + groups * np.arange(GROUP)
+    winners = _of_groups(x, k, columns, groups)
+    tied = (last == following) | np.isnan(following)
+    if tied.any():
+        winners[tied] = in_order(x[tied], k)
+    return winners
+
+
+def _of_groups(x, k, columns, groups):
+    """Return ``largest`` among ``columns`` (rows, k, GROUP) and those that are in no group."""
+    xp, (rows, cols) = get_xp(x), x.shape
     rest = xp.broadcast_to(xp.arange(groups * GROUP, cols), (rows, cols - groups * GROUP))
-    candidates = xp.concatenate([candidates, rest], axis=1)
-    winners = in_order(xp.take_along_axis(x, candidates, -1), k)
-    return xp.take_along_axis(candidates, winners, -1)
+    candidates = xp.concatenate([columns.reshape(rows, k * GROUP), rest], axis=1)
+    candidates.sort(-1)  # of equal numbers the first column wins
+    row = xp.arange(rows)[:, None]
+    return candidates[row, in_order(x[row, candidates], k)]
 
 
 def in_order(x: Array, k: int) -> Array:
@@ -150,7 +175,7 @@ def _ascending_keys(x, k):
     keys = bits.astype(np.int64)
     keys <<= 32
     keys |= np.arange(cols - 1, -1, -1)
-    if cols > PARTITIONED > k:
+    if cols > 8 * k:
         keys.partition(cols - k, -1)
         keys = keys[:, cols - k :]
     keys.sort(-1)
