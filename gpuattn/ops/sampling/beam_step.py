@@ -8,6 +8,8 @@ read, and scored when those of all rows of a sentence are known.
 Device code: ``rawkernels/sampling/beam_step.cu``; to read: ``numbakernels/beam_step.py``.
 """
 
+import math
+
 import numpy as np
 
 from gpuattn import arrays
@@ -161,7 +163,9 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
         np.copyto(adjusted, nothing, where=banned)
     elif banned is not None:
         adjusted = xp.where(banned, nothing, adjusted)
-    return _best(adjusted, (*log_sum(logits), scores), beam, count), None
+    normalisers = (*log_sum(logits), scores)
+    search = _best_on_host if on_host else _best_of_rows
+    return search(adjusted, normalisers, beam, count), None
 
 
 def _totals(found, peak, log_total, scores):
@@ -169,7 +173,7 @@ def _totals(found, peak, log_total, scores):
     return get_xp(found).where(found == -np.inf, found, found - peak - log_total + scores)
 
 
-def _best(adjusted, normalisers, beam, count):
+def _best_of_rows(adjusted, normalisers, beam, count):
     """Return (scores, parents, tokens) of the best: first those of each row, then of K rows."""
     xp, each = get_xp(adjusted), min(count, adjusted.shape[1])
     tokens = largest(adjusted, each)
@@ -178,6 +182,50 @@ def _best(adjusted, normalisers, beam, count):
     best = largest(totals, count)  # of equal ones the first; each row is sorted
     totals, tokens = (xp.take_along_axis(x, best, -1) for x in (totals, tokens))
     return totals, (best // each).astype(np.int32), tokens.astype(np.int32)
+
+
+def _best_on_host(adjusted, normalisers, beam, count):
+    """Return what ``_best_of_rows`` does, with less work, from NumPy arrays.
+
+    The ``count``-th largest of the maxima of groups of columns is a lower bound for the winners of
+    a sentence. Only groups that reach it are searched; how many numbers are found depends on
+    values.
+    """
+    rows, vocab = adjusted.shape
+    groups = vocab // math.isqrt(vocab)  # group g: columns g, g + groups, g + 2 * groups ...
+    if count > beam * groups:
+        return _best_of_rows(adjusted, normalisers, beam, count)
+    lines, rest = divmod(vocab, groups)
+    peaks = adjusted[:, : vocab - rest].reshape(rows, lines, groups).max(1)
+    np.maximum(peaks[:, :rest], adjusted[:, vocab - rest :], out=peaks[:, :rest])
+    peaks = _totals(peaks, *normalisers).reshape(-1, beam * groups)
+    bounds = np.partition(peaks, -count)[:, -count, None]
+    usual = np.isfinite(bounds[:, 0]) & np.isfinite(peaks.max(1))
+    bounds[~usual] = np.nan  # which nothing reaches
+    sentence, at = np.nonzero(peaks >= bounds)
+    row = sentence * beam + at // groups
+    columns = (at % groups)[:, None] + groups * np.arange(lines + 1)
+    found = adjusted.ravel().take(row[:, None] * vocab + np.minimum(columns, vocab - 1))
+    found[columns >= vocab] = -np.inf
+    totals = _totals(found, *[x[row] for x in normalisers])
+    reached = np.nonzero(totals >= bounds[sentence])
+    row, columns, found, totals = row[reached[0]], columns[reached], found[reached], totals[reached]
+    order = np.lexsort((columns, -found, row, -totals, row // beam))
+    first = np.searchsorted((row // beam)[order], np.flatnonzero(usual))
+    winners = order[first[:, None] + np.arange(count)]
+    best = (
+        totals[winners],
+        (row % beam)[winners].astype(np.int32),
+        columns[winners].astype(np.int32),
+    )
+    if usual.all():
+        return best
+    found = tuple(np.empty((len(usual), count), x.dtype) for x in best)
+    odd = np.repeat(~usual, beam)  # dead sentences, those with NaN, or with too few finite numbers
+    others = _best_of_rows(adjusted[odd], [x[odd] for x in normalisers], beam, count)
+    for target, x, other in zip(found, best, others, strict=True):
+        target[usual], target[~usual] = x, other
+    return found
 
 
 def _outputs(scores, count):

@@ -26,6 +26,7 @@ MAX_GRID = 65535  # blocks along the second and third axis
 MAX_K, WIDE_BLOCK = 512, 1024  # winners; threads of a block for more than BLOCK / 2 of them
 MAX_COLS = 1 << 30  # columns are counted in 32 bits
 GROUP = 32  # columns of a group in the reference
+UNGROUPED = 4096  # columns at most that are searched without groups on NumPy
 
 
 @op
@@ -113,60 +114,38 @@ def largest(x: Array, k: int) -> Array:
     other group. Shapes do not depend on values, so nothing is read back from a GPU.
     """
     xp, (rows, cols) = get_xp(x), x.shape
+    if xp is np and k == 1:
+        return x.argmax(-1)[:, None]  # the first, and NaN before all
+    if xp is np and x.dtype == np.float32:
+        grouped = cols > max(UNGROUPED, 8 * k * GROUP)
+        return _largest_by_keys(x, k) if grouped else in_order(x, k)
     if cols <= 2 * k * GROUP:
         return in_order(x, k)
-    if xp is np:
-        return _largest_on_host(x, k)
     groups = cols // GROUP
-    peaks = x[:, : groups * GROUP].reshape(rows, groups, GROUP).max(-1)
-    columns = in_order(peaks, k)[:, :, None] * GROUP + xp.arange(GROUP)
-    return _of_groups(x, k, columns, groups)
-
-
-def _largest_on_host(x, k):
-    """As ``largest``. Group g is columns g, g + groups, ...: their maxima are vector operations.
-
-    Where the k-th and the next maximum are equal, the group left out may hold the first column of
-    that number; all columns of such rows are searched.
-    """
-    groups = x.shape[1] // GROUP
-    peaks = x[:, : groups * GROUP].reshape(len(x), GROUP, groups).max(1)
-    found = in_order(peaks, k + 1)
-    last, following = peaks[np.arange(len(x))[:, None], found[:, k - 1 :]].T
-    columns = found[:, :k, None] + groups * np.arange(GROUP)
-    winners = _of_groups(x, k, columns, groups)
-    tied = (last == following) | np.isnan(following)
-    if tied.any():
-        winners[tied] = in_order(x[tied], k)
-    return winners
-
-
-def _of_groups(x, k, columns, groups):
-    """Return ``largest`` among ``columns`` (rows, k, GROUP) and those that are in no group."""
-    xp, (rows, cols) = get_xp(x), x.shape
+    grouped = x[:, : groups * GROUP].reshape(rows, groups, GROUP)
+    retrieved = xp.sort(in_order(grouped.max(-1), k), -1)
+    candidates = (retrieved[:, :, None] * GROUP + xp.arange(GROUP)).reshape(rows, k * GROUP)
     rest = xp.broadcast_to(xp.arange(groups * GROUP, cols), (rows, cols - groups * GROUP))
-    candidates = xp.concatenate([columns.reshape(rows, k * GROUP), rest], axis=1)
-    candidates.sort(-1)  # of equal numbers the first column wins
-    row = xp.arange(rows)[:, None]
-    return candidates[row, in_order(x[row, candidates], k)]
+    candidates = xp.concatenate([candidates, rest], axis=1)
+    winners = in_order(xp.take_along_axis(x, candidates, -1), k)
+    return xp.take_along_axis(candidates, winners, -1)
 
 
 def in_order(x: Array, k: int) -> Array:
     """Return the columns of the k largest, sorted; of equal ones the first, and NaN before all."""
     xp, cols = get_xp(x), x.shape[1]
     if xp is np and x.dtype == np.float32:
-        return cols - 1 - (_ascending_keys(x, k)[:, : -k - 1 : -1] & 0xFFFFFFFF)
+        return _columns_by_keys(x, np.arange(cols - 1, -1, -1), k, cols)
     backwards = xp.argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
     return cols - 1 - backwards[:, :k]
 
 
-def _ascending_keys(x, k):
-    """Return int64 keys of float32 numbers (rows, cols), sorted; at least those of the k largest.
+def _columns_by_keys(x, following, k, cols):
+    """Return ``in_order`` of float32 numbers, any of those in ``cols`` columns.
 
-    The high half orders as the numbers do, the low half is how many columns follow. NumPy sorts
-    integers many times as fast as it finds the stable order of floats.
+    ``following``: how many columns follow each. NumPy sorts integers many times as fast as it finds
+    the stable order of floats, so it sorts keys, whose high half orders as the numbers do.
     """
-    cols = x.shape[1]
     bits = (x + np.float32(0)).view(np.int32)  # of -0 those of +0
     bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats are ordered by magnitude
     nan = np.isnan(x)
@@ -174,12 +153,34 @@ def _ascending_keys(x, k):
         bits[nan] = 0x7FFFFFFF
     keys = bits.astype(np.int64)
     keys <<= 32
-    keys |= np.arange(cols - 1, -1, -1)
-    if cols > 8 * k:
-        keys.partition(cols - k, -1)
-        keys = keys[:, cols - k :]
+    keys |= following
+    count = x.shape[1]
+    if count > 8 * k:
+        keys.partition(count - k, -1)
+        keys = keys[:, count - k :]
     keys.sort(-1)
-    return keys
+    return cols - 1 - (keys[:, : -k - 1 : -1] & 0xFFFFFFFF)
+
+
+def _largest_by_keys(x, k):
+    """As ``largest``. Group g is columns g, g + groups, ...: their maxima are vector operations.
+
+    Where the k-th and the next maximum are equal, the group left out may hold the first column of
+    that number; all columns of such rows are searched.
+    """
+    (rows, cols), row = x.shape, np.arange(len(x))[:, None]
+    groups = cols // GROUP
+    peaks = x[:, : groups * GROUP].reshape(rows, GROUP, groups).max(1)
+    found = in_order(peaks, k + 1)
+    last, following = peaks[row, found[:, k - 1 :]].T
+    columns = found[:, None, :k] + groups * np.arange(GROUP)[:, None]
+    rest = np.broadcast_to(np.arange(groups * GROUP, cols), (rows, cols - groups * GROUP))
+    columns = np.concatenate([columns.reshape(rows, GROUP * k), rest], axis=1)
+    winners = _columns_by_keys(x[row, columns], cols - 1 - columns, k, cols)
+    tied = (last == following) | np.isnan(following)
+    if tied.any():
+        winners[tied] = in_order(x[tied], k)
+    return winners
 
 
 # ---- raw: rawkernels/sampling/topk_logprobs.cu --------------------------------------------------
