@@ -216,16 +216,24 @@ def keep_mask(xp: Xp, shape: Shape, p: float, key: Key) -> Array:
     count, bound = math.prod(shape), threshold(p)
     if bound == 0:
         return xp.zeros(shape, bool)
-    step = BLOCK if xp is np else max(count, 1)
-    if count <= step:
-        return (lanes(xp, key, 0, count) <= np.uint16(bound - 1)).reshape(shape)
-    kept = xp.empty(count, bool)
 
-    def draw(first):
-        part = lanes(xp, key, first, min(step, count - first))
-        kept[first : first + step] = part <= np.uint16(bound - 1)  # 65536 does not fit
+    def draw(first, size):
+        return lanes(xp, key, first, size) <= np.uint16(bound - 1)  # 65536 does not fit
 
-    for_each(draw, range(0, count, step))
+    if xp is not np or count <= BLOCK:
+        return draw(0, count).reshape(shape)
+    # threads pass Python's lock on at every operation, so they gain by long ones alone
+    many = count > 16 * BLOCK
+    kept, step = np.empty(count, bool), 4 * BLOCK if many else BLOCK
+
+    def fill(first):
+        kept[first : first + step] = draw(first, min(step, count - first))
+
+    if many:
+        for_each(fill, range(0, count, step))
+    else:
+        for first in range(0, count, step):
+            fill(first)
     return kept.reshape(shape)
 
 

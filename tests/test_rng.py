@@ -61,9 +61,10 @@ def test_zero_numbers():
     assert rng.keep_mask(np, (3, 0), 0.5, Key(1)).shape == (3, 0)
 
 
+@pytest.mark.parametrize("blocks", [0, 2, 17])
 @pytest.mark.parametrize("p", [0.0, 1e-9, 0.25, 1.0])
-def test_the_mask_is_where_a_lane_is_below_the_threshold(xp, p):
-    size = 2 * rng.BLOCK + 13
+def test_the_mask_is_where_a_lane_is_below_the_threshold(xp, p, blocks):
+    size = blocks * rng.BLOCK + 13
     want = to_cpu(rng.lanes(xp, Key(5), 0, size)).astype(int) < rng.threshold(p)
     np.testing.assert_array_equal(to_cpu(rng.keep_mask(xp, (size,), p, Key(5))), want)
 
