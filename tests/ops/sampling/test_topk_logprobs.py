@@ -182,12 +182,17 @@ def test_large_k_falls_back_with_a_warning(gpu):
     assert "600" in refusals["raw-simt"] and refusals["reference"] is None
 
 
-def test_groups_find_the_result_of_a_sort(rng):
-    for _ in range(300):
-        rows, cols, k = rng.integers(1, 4), rng.integers(1, 3000), rng.integers(1, 20)
-        x = rng.integers(0, rng.integers(1, 2000), (rows, cols)).astype(np.float32)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_groups_find_the_result_of_a_sort(rng, dtype):
+    """Of few values, so that maxima of groups are equal."""
+    for n in range(200):
+        rows, cols, k = rng.integers(1, 4), rng.integers(1, 9000), rng.integers(1, 20)
+        x = rng.integers(0, rng.integers(1, 5000), (rows, cols)).astype(dtype)
         k = min(k, cols)
         np.testing.assert_array_equal(largest(x, k), np.argsort(-x, -1, kind="stable")[:, :k])
+        if n % 2:
+            x[rng.random(x.shape) < rng.random() / 100] = rng.choice([np.nan, np.inf, -np.inf])
+            np.testing.assert_array_equal(largest(x, k), in_order(x.astype("f8"), k))
 
 
 @pytest.mark.parametrize("cols, k", [(1, 1), (40, 40), (300, 3), (300, 256), (300, 299)])
