@@ -218,21 +218,36 @@ def layouts(
         step = max(-(-B // max(grids, 1)), 1)
         return [Dense(q, k, slice(first, first + step)) for first in range(0, B, step)]
     tokens = q.shape[0], k.shape[0]
-    starts = [cu[:-1].astype(np.int64) for cu in (cu_q, cu_k)]
-    lengths = [cu[1:] - first for cu, first in zip((cu_q, cu_k), starts, strict=True)]
-    if xp is not np:  # lengths are on the device: one grid for all
-        limits = max_seqlen_q, max_seqlen_k
-        return [Packed(xp, slice(None), starts, lengths, limits, tokens)]
+    if xp is np:
+        alike = not mode.get().batch_invariant
+        return _packed(cu_q.tobytes(), cu_k.tobytes(), tokens, row, alike)
+    starts, lengths = _starts_and_lengths(cu_q, cu_k)
+    limits = max_seqlen_q, max_seqlen_k  # lengths are on the device: one grid for all
+    return [Packed(xp, slice(None), starts, lengths, limits, tokens)]
+
+
+def _starts_and_lengths(*offsets):
+    starts = [cu[:-1].astype(np.int64) for cu in offsets]
+    return starts, [cu[1:] - first for cu, first in zip(offsets, starts, strict=True)]
+
+
+@functools.lru_cache(maxsize=8)  # the layers of a model, forward and backward, have the same
+def _packed(cu_q, cu_k, tokens, row, alike):
+    """Return ``layouts`` of packed sequences on NumPy, from the bytes of their offsets.
+
+    ``row``: elements of a query. ``alike``: in a grid no sequence is twice as long as another.
+    """
+    starts, lengths = _starts_and_lengths(*(np.frombuffer(cu, np.int32) for cu in (cu_q, cu_k)))
     size = np.maximum(*lengths)
-    if not mode.get().batch_invariant:  # in a grid no sequence is twice as long as another
+    if alike:
         size = 2 ** np.ceil(np.log2(np.maximum(size, TILE))).astype(int)
     found = []
     for n in np.unique(size):
-        alike = np.flatnonzero(size == n)
-        parts = max(1, -(-len(alike) * row * int(n) // GRID_SIZE))
-        for members in np.array_split(alike, min(parts, len(alike))):
-            longest = [int(n[members].max()) for n in lengths]
-            found.append(Packed(np, members, starts, lengths, longest, tokens))
+        members = np.flatnonzero(size == n)
+        parts = max(1, -(-len(members) * row * int(n) // GRID_SIZE))
+        for some in np.array_split(members, min(parts, len(members))):
+            longest = [int(n[some].max()) for n in lengths]
+            found.append(Packed(np, some, starts, lengths, longest, tokens))
     return found
 
 
