@@ -188,9 +188,11 @@ def number(
 
     def parse(value):
         try:
-            parsed = float("nan") if isinstance(value, bool) else float(value)
+            if isinstance(value, bool):
+                raise ValueError
+            parsed = float(value)
         except (TypeError, ValueError):
-            parsed = float("nan")
+            raise ConfigError(f"{value!r} is no number; accepted: a number {accepted}") from None
         if not (parsed > least if above else parsed >= least) or not (
             parsed < below and parsed <= most
         ):

@@ -54,7 +54,7 @@ def test_text_from_standard_input(files, call):
 @pytest.mark.parametrize("given, message", [
     ([], "give SOURCEs, or --pairs"),
     (["a.en", "--longest", "5"], "are for --pairs"),
-    (["a.en", "--mix", "a=x"], "'x' is out of range"),
+    (["a.en", "--mix", "a=x"], "'x' is no number; accepted: a number 0 or more"),
     (["a.en", "--mix", "a"], "--mix a; accepted: such as news=0.7,talks=0.3"),
     (["a.en", "--valid", "1.5"], "1.5"),
     (["a.en", "a.en"], "a.en is given twice"),
