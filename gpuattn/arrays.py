@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from gpuattn.environment import usable_cores
-from gpuattn.errors import DeviceMissingError, problem
+from gpuattn.errors import DeviceMissingError, problem, type_of
 from gpuattn.typing import Array, DType, Shape, Xp
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -93,7 +93,7 @@ def as_array(value: Any, function: str, argument: str) -> Array:
         return value
     if isinstance(value, np.generic):
         return np.asarray(value)
-    got, advice = f"a {type(value).__name__}", f"Try numpy.asarray({argument})."
+    got, advice = type_of(value), f"Try numpy.asarray({argument})."
     if value is None:
         got, advice = "None", ""
     elif isinstance(value, np.ma.MaskedArray):
@@ -115,7 +115,7 @@ def _imported(value, function, argument):
     try:
         return xp.from_dlpack(value) if hasattr(value, "__dlpack__") else xp.asarray(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        got = f"a {type(value).__name__} that cannot be exported ({error})"
+        got = f"{type_of(value)} that cannot be exported ({error})"
         raise TypeError(problem(function, argument, got, ARRAYS)) from error
 
 

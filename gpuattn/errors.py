@@ -79,6 +79,12 @@ def problem(function: str, argument: str, got: Any, accepted: Any, advice: str =
     return f"{text}. {advice}" if advice else text
 
 
+def type_of(value: Any) -> str:
+    """Return the type of a value for a message: "an int", "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 slow_paths = 0  # how often ``warn_slow_path`` was called
 
 

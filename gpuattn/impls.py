@@ -15,6 +15,7 @@ from gpuattn.errors import (
     SlowerRefusal,
     UnsupportedError,
     problem,
+    type_of,
     warn_slow_path,
 )
 from gpuattn.modes import Names, mode, with_mode
@@ -175,7 +176,7 @@ def choose(
         forced_capability()
     if impl is not None and not isinstance(impl, str):
         names = ", ".join(candidate.name for candidate in impls)
-        raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
+        raise TypeError(problem(impls.op, "impl", type_of(impl), f"{names}, raw"))
     asked = impl or mode.get().impls.get(impls.op)
     refusals: list[tuple[Impl, str]] = []
     for candidate in impls:

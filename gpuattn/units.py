@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from gpuattn.errors import ConfigError
+from gpuattn.errors import ConfigError, type_of
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 UNIT_NAMES = {"e": "epochs", "u": "updates", "s": "s"}
@@ -231,7 +231,7 @@ def flag(value: Any) -> bool:
 def text(value: Any) -> str:
     """Return a string unchanged."""
     if not isinstance(value, str):
-        raise ConfigError(f"{value!r} is a {type(value).__name__}; accepted: text")
+        raise ConfigError(f"{value!r} is {type_of(value)}; accepted: text")
     return value
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from gpuattn.arrays import is_array, on_gpu
 from gpuattn.autodiff.record import Box, Counted, changed
 from gpuattn.cuda.generated import Code
+from gpuattn.errors import type_of
 
 MOST = 20_000  # things that are watched: the walk ends there
 MOST_ITEMS = 4096  # of one list or dict: of longer ones only the length is watched
@@ -199,7 +200,7 @@ class _Things:
                 return f"item {key} of a list" if isinstance(owner, list) else f"{key!r}"
         for container, size in self.sizes:
             if len(container) != size:
-                return f"the length of a {type(container).__name__}"
+                return f"the length of {type_of(container)}"
         return ""
 
 
@@ -255,4 +256,4 @@ def _root(value):
 
 
 def _described(owner, name):
-    return f"{name!r} of a {type(owner).__name__}"
+    return f"{name!r} of {type_of(owner)}"

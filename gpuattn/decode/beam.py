@@ -37,7 +37,7 @@ def beam_search(
     allows nothing). Logits with NaN give a sentence, and no other, scores of NaN. Raises ValueError
     for settings out of range and for a prefix longer than ``max_length``.
     """
-    options = BeamOptions(**settings)
+    options = BeamOptions.of(settings)
     limits = Limits(options, stepper, bos, max_length, prefix)
     beam, xp, sentences = options.beam, stepper.xp, stepper.sentences
     if sentences == 0:

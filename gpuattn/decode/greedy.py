@@ -34,7 +34,7 @@ def greedy(
     with NaN give a sentence, and no other, a score of NaN. Raises ValueError for settings out of
     range and for a prefix longer than ``max_length``.
     """
-    limits = Limits(GreedyOptions(**settings), stepper, bos, max_length, prefix)
+    limits = Limits(GreedyOptions.of(settings), stepper, bos, max_length, prefix)
 
     def most_probable(logits, texts, step):
         if limits.plain:

@@ -60,9 +60,10 @@ Hugging Face have ``renormalise=True``: they penalise logits):
 | at ``max_length`` there | the end mark is forced | as here | as here |
 """
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 from gpuattn.errors import problem
 from gpuattn.ops.arguments import check_flags, integer, number
@@ -100,6 +101,24 @@ class Options:
         integer(self.function, "no_repeat_ngram", self.no_repeat_ngram, "0 for none, or from 1 on")
         accepted, p = "a number above 0; 1 penalises nothing", self.repetition_penalty
         number(self.function, "repetition_penalty", p, accepted, _above_zero)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the options that keyword arguments say.
+
+        Raises TypeError for one that is unknown, and where ``eos`` is missing.
+        """
+        names = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                advice = f"Did you mean {near[0]}?" if near else ""
+                accepted = ", ".join(names)
+                raise TypeError(problem(cls.function, "a setting", repr(name), accepted, advice))
+        if "eos" not in settings:
+            accepted = "the token that ends a text, several, or None"
+            raise TypeError(problem(cls.function, "eos", "missing", accepted))
+        return cls(**settings)
 
     @property
     def by_text(self) -> bool:

@@ -43,7 +43,7 @@ def sample(
 
     ``score`` is the model's own: temperature 1, all tokens that are not banned.
     """
-    options = SampleOptions(**settings)
+    options = SampleOptions.of(settings)
     limits = Limits(options, stepper, bos, max_length, prefix)
     key = rng.as_key(seed)
     numbers = np.arange(stepper.sentences) if numbers is None else numbers

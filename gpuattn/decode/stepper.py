@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.arrays import to_cpu
-from gpuattn.errors import problem
+from gpuattn.errors import problem, type_of
 from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
@@ -57,7 +57,7 @@ class Stepper(abc.ABC):
         ``attention``: float (rows, S), the probabilities of the S source tokens, 0 past the end of
         a source. Raises ValueError for a stepper that has none.
         """
-        got = f"a {type(self).__name__}, without cross-attention"
+        got = f"{type_of(self)}, without cross-attention"
         raise ValueError(problem("beam_search", "coverage", got, "0 for it"))
 
 

@@ -1,5 +1,6 @@
 """What an engine is asked for: checks of settings and lengths, before anything runs."""
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 from gpuattn.decode.limits import Limits, check_tokens
 from gpuattn.decode.options import BeamOptions, SampleOptions
 from gpuattn.engine.beam import candidates
-from gpuattn.errors import problem
+from gpuattn.errors import problem, type_of
+from gpuattn.ops.arguments import described, integer
 from gpuattn.ops.sampling.beam_step import MAX_BEAM, MAX_COUNT
 
 
@@ -25,17 +27,51 @@ def refusal(options: BeamOptions) -> str | None:
     return None
 
 
+def check_model(function: str, model: Any, translates: bool) -> None:
+    """Raise TypeError unless a model is a translator, or, without ``translates``, is none."""
+    if hasattr(model, "encode") != translates:
+        accepted, advice = "a translator", "Language models have generate."
+        if not translates:
+            accepted, advice = "a language model", "Translators have translate."
+        raise TypeError(problem(function, "the model", type_of(model), accepted, advice))
+
+
+def checked_lengths(
+    function: str, what: str, texts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> list[int]:
+    """Return the lengths of ``texts``, the argument ``what``.
+
+    Raises TypeError unless both are lists, texts are lists of tokens and limits integers, and
+    ValueError unless there is a limit for each text.
+    """
+    for name, value in ((what, texts), ("limits", limits)):
+        if np.ndim(value) == 0 if isinstance(value, np.ndarray) else not hasattr(value, "__len__"):
+            raise TypeError(problem(function, name, described(value), "a list, one entry a text"))
+    kinds = set(map(type, texts))
+    if not all(hasattr(kind, "__len__") for kind in kinds) or str in kinds:
+        wrong = next(x for x in texts if isinstance(x, str) or not hasattr(x, "__len__"))
+        accepted = "lists of tokens, such as [[5, 2]]"
+        raise TypeError(problem(function, f"one of {what}", described(wrong), accepted))
+    if set(map(type, limits)) - {int}:
+        for limit in limits:
+            integer(function, "a limit", limit, least=-math.inf)
+    if len(texts) != len(limits):
+        accepted = f"{len(texts)}, one for each of {what}"
+        raise ValueError(problem(function, "the number of limits", len(limits), accepted))
+    return list(map(len, texts))
+
+
 def lengths_of(sources: Sequence[Sequence[int]], limits: Sequence[int], most: int) -> list[int]:
     """Return the lengths of sources.
 
     Raises ValueError for a source or a limit that is longer than ``most``, the
     ``max_length`` of the model, which counts the end mark.
     """
+    lengths = checked_lengths("translate", "sources", sources, limits)
     if min(limits, default=0) < 0 or max(limits, default=0) > most:
         wrong = next(limit for limit in limits if not 0 <= limit <= most)
         accepted = f"0 to the model's max_length, {most}"
         raise ValueError(problem("translate", "a limit", wrong, accepted))
-    lengths = list(map(len, sources))
     longest = max(lengths, default=0)
     if longest + 1 > most:
         accepted = f"up to {most - 1}, and the end mark: the model's max_length is {most}"
@@ -66,4 +102,4 @@ def sampling(eos: Any, temperature: float, settings: dict[str, Any]) -> SampleOp
     """Return the SampleOptions of ``Engine.generate``."""
     if temperature == 0:
         temperature, settings = 1.0, settings | {"top_k": 1}
-    return SampleOptions(eos=eos, temperature=temperature, **settings)
+    return SampleOptions.of(settings | {"eos": eos, "temperature": temperature})

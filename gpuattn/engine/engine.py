@@ -33,7 +33,7 @@ from gpuattn.engine.request import Handle
 from gpuattn.engine.runner import Queued, Runner
 from gpuattn.engine.scheduler import Scheduler
 from gpuattn.engine.searches import Searches
-from gpuattn.errors import ConfigError, problem
+from gpuattn.errors import ConfigError, problem, type_of
 from gpuattn.ops.arguments import check_flags
 from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.graphs import warn
@@ -72,6 +72,9 @@ class Engine:
         self, model: Any, *, max_rows: int = 2048, notify: Any = warn, batch_invariant: bool = False
     ) -> None:
         check_flags("Engine", batch_invariant=batch_invariant)
+        if not hasattr(model, "config"):
+            accepted = "a translator or a language model of gpuattn.models"
+            raise TypeError(problem("Engine", "model", type_of(model), accepted))
         self.model, self.max_rows, self._notify = model, max_rows, notify
         self.batch_invariant = batch_invariant
         self.on_gpu = on_gpu(model.parameters()[0].data)
@@ -116,11 +119,10 @@ class Engine:
 
         Arguments and errors: those of ``translations``.
         """
-        found: list[list[Hypothesis]] = [[] for _ in sources]
+        found: dict[int, list[Hypothesis]] = {}
         for chosen, hypotheses in self.translations(sources, limits=limits, **options):
-            for i, best in zip(chosen, hypotheses, strict=True):
-                found[i] = best
-        return found
+            found.update(zip(chosen, hypotheses, strict=True))
+        return [found[i] for i in range(len(sources))]
 
     def translations(
         self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int,
@@ -137,7 +139,8 @@ class Engine:
         that run with it, but for rounding. Raises ValueError for settings out of range and for
         texts longer than the model's ``max_length``.
         """
-        options = BeamOptions(**settings)
+        arguments.check_model("translate", self.model, translates=True)
+        options = BeamOptions.of(settings)
         lengths = arguments.lengths_of(sources, limits, self.model.config.max_length)
         if self._by_host(options):
             yield from self._on_host(sources, limits, bos, prefix, options, batch_tokens)
@@ -174,6 +177,7 @@ class Engine:
         ValueError for settings out of range, for those that ``speculate`` does not take, and for a
         prompt and limit that are longer than the model's ``block`` + 1.
         """
+        arguments.check_model("generate", self.model, translates=False)
         options = arguments.sampling(eos, temperature, settings)
         arrays = generation.checked(self.model, prompts, limits, options)
         if speculate is not None:
@@ -215,6 +219,7 @@ class Engine:
         batch, on each side; raised to the longest text. Raises ValueError for texts longer than the
         model's ``max_length``.
         """
+        arguments.check_model("score", self.model, translates=True)
         if not pairs:
             return []
         longest = max(len(side) for pair in pairs for side in pair) + 1
@@ -331,7 +336,7 @@ class Engine:
                 self._searches.give(search, keep=sound)
 
     def _submit_source(self, source, limit, priority, *, bos, prefix=None, **settings):
-        options = BeamOptions(**settings)
+        options = BeamOptions.of(settings)
         arguments.lengths_of([source], [limit], self.model.config.max_length)
         source, forced = list(source), None if prefix is None else [list(prefix)]
         if limit == 0:

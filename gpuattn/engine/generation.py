@@ -13,6 +13,7 @@ from gpuattn.decode.limits import check_tokens
 from gpuattn.decode.options import SampleOptions
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
+from gpuattn.engine.arguments import checked_lengths
 from gpuattn.engine.cache import DeviceCache, PromptCache
 from gpuattn.engine.inputs import (
     FIXED_TOKENS,
@@ -43,13 +44,16 @@ def checked(
     Raises ValueError for texts that do not fit into the model, and for banned or end tokens that it
     lacks; IndexError for such tokens of a prompt.
     """
-    block, vocab, lengths = model.config.block, model.config.vocab, list(map(len, prompts))
+    block, vocab = model.config.block, model.config.vocab
+    lengths = checked_lengths("generate", "prompts", prompts, limits)
     for length, limit in zip(lengths, limits, strict=True):
         if length == 0 or limit < 0 or length - 1 + limit > block:
             got = f"{length} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
     ids = _joined(prompts)
+    if ids.dtype.kind not in "iuO":
+        raise TypeError(problem("generate", "the dtype of prompts", ids.dtype, "integers"))
     for token in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= token < vocab:
             accepted = f"0 <= token < {vocab}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 import struct
 import sys
 from collections.abc import Iterable, Sequence
@@ -70,13 +71,14 @@ def portions(lengths: Sequence[int], most: int, tokens: int) -> list[list[int]]:
 def joined(texts: Sequence[list[int]], wider: Any = np.int32) -> np.ndarray:
     """Return the tokens of all lists, one behind the other: int32, read-only.
 
-    Others than integers of 32 bits are converted to the dtype ``wider``, with NumPy's errors.
+    Integers of more than 32 bits, and NumPy's, are converted to the dtype ``wider``, with NumPy's
+    errors. Raises TypeError for what is no integer.
     """
     try:  # half the time of NumPy
         packed = [struct.Struct(f"{len(text)}i").pack(*text) for text in texts]
     except struct.error:
         every = itertools.chain.from_iterable(texts)
-        return np.fromiter(every, wider, sum(map(len, texts)))
+        return np.fromiter(map(operator.index, every), wider, sum(map(len, texts)))
     return np.frombuffer(b"".join(packed), np.int32)
 
 

@@ -14,7 +14,7 @@ from gpuattn.errors import problem
 from gpuattn.impls import Fusion, Impl, Impls
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import Linear
-from gpuattn.nn.module import Module, generator, xavier_uniform
+from gpuattn.nn.module import Module, check_sizes, generator, xavier_uniform
 from gpuattn.nn.norm import RMSNorm
 from gpuattn.ops.attention.append_kv import append_kv
 from gpuattn.ops.attention.decode_attention import MAX_QUERIES, decode_attention
@@ -233,6 +233,7 @@ class MultiHeadAttention(Module):
         streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         kv_heads = kv_heads or heads
+        check_sizes("MultiHeadAttention", width=width, heads=heads, kv_heads=kv_heads)
         size = head_size or (width // heads if heads > 0 and width % heads == 0 else 0)
         if heads < 1 or kv_heads < 1 or size < 1 or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"

@@ -8,7 +8,7 @@ import numpy as np
 from gpuattn.arrays import get_xp, is_array, shared
 from gpuattn.errors import problem
 from gpuattn.nn.dropout import Dropout, Streams
-from gpuattn.nn.module import Module, generator, normal
+from gpuattn.nn.module import Module, check_sizes, generator, normal
 from gpuattn.ops.embedding import embedding
 from gpuattn.typing import Array
 
@@ -53,6 +53,7 @@ class Embedding(Module):
         max_length: int | None = None, scale: float = 1.0, dropout: float = 0.0,
         weight: Any = None, streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
+        check_sizes("Embedding", rows=rows, width=width)
         rng = generator(rng)
         if positions not in (None, "learned", *POSITIONS):
             accepted = "None, 'learned', 'sinusoidal' or 'sinusoidal_halves'"

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.nn.module import Module, constant, generator, xavier_uniform
+from gpuattn.nn.module import Module, check_sizes, constant, generator, xavier_uniform
 from gpuattn.ops.linear.bias_activation import silu, swiglu
 from gpuattn.ops.linear.linear import linear
 from gpuattn.typing import Array
@@ -32,6 +32,7 @@ class Linear(Module):
         activation: str | None = None,
         rng: np.random.Generator | None = None,
     ) -> None:
+        check_sizes("Linear", inputs=inputs, outputs=outputs)
         self.weight = xavier_uniform(generator(rng), (outputs, inputs))
         self.bias = constant(0, outputs) if bias else None
         self.activation = activation
@@ -60,6 +61,7 @@ class FeedForward(Module):
         bias: bool = True,
         rng: np.random.Generator | None = None,
     ) -> None:
+        check_sizes("FeedForward", width=width, hidden=hidden)
         rng = generator(rng)
         self.unfused: Any = UNFUSED_ACTIVATIONS.get(activation)
         inner = 2 * hidden if activation == "swiglu" else hidden

@@ -18,6 +18,7 @@ from gpuattn.autodiff.tape import no_grad
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, problem
 from gpuattn.files import write_bytes
+from gpuattn.ops.arguments import integer
 from gpuattn.tensor_file import decode, pieces
 from gpuattn.typing import Array, Shape, StrPath
 
@@ -332,6 +333,12 @@ def uninitialised() -> Iterator[None]:
 def generator(rng: np.random.Generator | None = None) -> np.random.Generator:
     """Return ``rng``, or a new generator seeded as ``manual_seed`` says."""
     return rng or np.random.Generator(np.random.Philox(random.fresh_seed()))
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raise TypeError or ValueError unless all sizes are integers from 1 on."""
+    for name, size in sizes.items():
+        integer(layer, name, size, "an integer from 1 on", 1)
 
 
 def parameter(values: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpuattn.nn.module import Module, constant
+from gpuattn.nn.module import Module, check_sizes, constant
 from gpuattn.ops.linear.linear_dropout_add_norm import linear_dropout_add_norm
 from gpuattn.ops.norm.dropout_add_norm import norm_and_residual
 from gpuattn.ops.norm.layer_norm import layer_norm
@@ -17,6 +17,7 @@ class LayerNorm(Module):
     """
 
     def __init__(self, width: int, *, bias: bool = True, eps: float = 1e-5) -> None:
+        check_sizes("LayerNorm", width=width)
         self.weight = constant(1, width)
         self.bias = constant(0, width) if bias else None
         self.eps = eps
@@ -47,6 +48,7 @@ class RMSNorm(Module):
     """
 
     def __init__(self, width: int, *, eps: float = 1e-6) -> None:
+        check_sizes("RMSNorm", width=width)
         self.weight = constant(1, width)
         self.eps = eps
 

@@ -10,7 +10,7 @@ import numpy as np
 from gpuattn import rng
 from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import Box
-from gpuattn.errors import problem
+from gpuattn.errors import problem, type_of
 from gpuattn.typing import Array, Shape
 
 BOOLS = (bool, np.bool_)
@@ -142,4 +142,4 @@ def described(value: Any) -> str:
     """Return ``value`` for a message: itself if it is short, else its type."""
     if value is None or isinstance(value, str | bool | int | float | np.generic):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return type_of(value)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpuattn.errors import type_of
 from gpuattn.tensor_file import DTYPES, once
 from gpuattn.typing import StrPath
 
@@ -213,5 +214,5 @@ def _parse(data):
     """Return a JSON object. ValueError for anything else, and for keys that are there twice."""
     found = json.loads(data, object_pairs_hook=once)
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, no object")
+        raise ValueError(f"it holds {type_of(found)}, no object")
     return found

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import FLOATS, to_cpu
-from gpuattn.errors import CheckpointError, ConfigError, DataError, PretrainedError, problem
+from gpuattn.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PretrainedError,
+    problem,
+    type_of,
+)
 from gpuattn.nn.module import uninitialised
 from gpuattn.pretrained import files
 from gpuattn.pretrained.architecture import (
@@ -305,7 +312,7 @@ def _architecture_of(model):
     fitting = [a for a in ARCHITECTURES.values() if type(model) is a.model]
     if not fitting:
         accepted = ", ".join(sorted({a.model.__name__ for a in ARCHITECTURES.values()}))
-        got = f"a {type(model).__name__}"
+        got = type_of(model)
         raise ConfigError(problem("save_pretrained", "model", got, accepted))
     origin = getattr(model, "origin", None)
     config = origin.config if origin else fitting[0].describe(model.config)

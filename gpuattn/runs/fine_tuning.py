@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gpuattn.errors import ConfigError
+from gpuattn.errors import ConfigError, type_of
 from gpuattn.models.kinds import MODELS, options_of
 from gpuattn.nn.module import uninitialised
 from gpuattn.pretrained.architecture import ARCHITECTURES
@@ -38,7 +38,7 @@ def fine_tuning(folder: StrPath) -> tuple[dict[str, Any], dict[str, Any]]:
     kind = next((kind for kind in MODELS.values() if kind.model is type(model)), None)
     if kind is None:
         accepted = " or ".join(MODELS)
-        raise ConfigError(f"--from {folder} has a {type(model).__name__}; accepted: {accepted}")
+        raise ConfigError(f"--from {folder} has {type_of(model)}; accepted: {accepted}")
     lengths = {name: min(LONGEST, most) for name, most in _limits(kind.name, config).items()}
     has = {"model": kind.name} | {
         name: value for name, value in options_of(config).items()

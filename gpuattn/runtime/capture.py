@@ -23,7 +23,7 @@ from gpuattn.autodiff import frozen, tape
 from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.autodiff.watch import Watch
-from gpuattn.errors import UnsupportedError, problem, warn_slow_path
+from gpuattn.errors import UnsupportedError, problem, type_of, warn_slow_path
 from gpuattn.modes import mode
 from gpuattn.nn.dropout import RandomState
 from gpuattn.runtime import graph_arrays
@@ -53,7 +53,7 @@ class Captured:
 
     def __init__(self, function: Callable, donate: int | str | Iterable[int | str] = ()) -> None:
         if not callable(function):
-            got, accepted = f"a {type(function).__name__}", "a function of arrays"
+            got, accepted = type_of(function), "a function of arrays"
             raise TypeError(problem("capture", "function", got, accepted))
         functools.update_wrapper(self, function)
         self.function, self.reason = function, None

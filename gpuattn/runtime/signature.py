@@ -13,7 +13,7 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.record import RELEASED
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda.generated import Code
-from gpuattn.errors import UnsupportedError, problem
+from gpuattn.errors import UnsupportedError, problem, type_of
 from gpuattn.modes import mode
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), np.generic, np.dtype)
@@ -209,7 +209,7 @@ def template(result: Any, given: list, outputs: list) -> Any:
             return array
         if not on_gpu(array):
             accepted = "GPU arrays, Tensors, numbers and text, in tuples, lists and dicts"
-            raise UnsupportedError(f"it returns a {type(array).__name__}; accepted: {accepted}")
+            raise UnsupportedError(f"it returns {type_of(array)}; accepted: {accepted}")
         number = numbers.setdefault(id(array), len(outputs))
         if number == len(outputs):
             outputs.append(array)

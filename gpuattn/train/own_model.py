@@ -12,7 +12,7 @@ import numpy as np
 
 from gpuattn.arrays import BFLOAT16, get_xp
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.errors import problem
+from gpuattn.errors import problem, type_of
 from gpuattn.nn.module import Module
 from gpuattn.ops.arguments import described, integer
 from gpuattn.optim.optimizers import Optimizer, listed
@@ -128,7 +128,7 @@ def _checked(value):
     """Return the result of a user's loss in float32, in which the loss scale is."""
     if not isinstance(value, Tensor) or value.shape != ():
         shape = getattr(value, "shape", None)
-        got = described(value) if shape is None else f"a {type(value).__name__} of shape {shape}"
+        got = described(value) if shape is None else f"{type_of(value)} of shape {shape}"
         advice = "Compute it from the model's results, and reduce it with np.mean."
         accepted = "a Tensor of shape ()"
         raise TypeError(problem(NAME, "the result of loss", got, accepted, advice))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from gpuattn import nn
 from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.beam import beam_search
@@ -159,6 +160,29 @@ def test_settings_out_of_range(model, wrong, said):
     options = {"bos": BOS, "eos": EOS, "beam": 2, "limits": [9]} | wrong
     with pytest.raises(ValueError, match=said):
         Engine(model).translate([[5]], **options)
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"sources": [3]}, "one of sources is 3; accepted: lists of tokens"),
+    ({"sources": ["abc"]}, "one of sources is 'abc'"), ({"sources": 3}, "sources is 3"),
+    ({"limits": 9}, "limits is 9; accepted: a list"),
+    ({"limits": ["9"]}, "a limit is '9'"),
+    ({"limits": [9, 9]}, "the number of limits is 2; accepted: 1, one for each of sources"),
+    ({"bean": 4}, "a setting is 'bean'; accepted: eos, .* Did you mean beam?"),
+])  # fmt: skip
+def test_wrong_arguments(model, given, said):
+    options = {"sources": [[5]], "limits": [9], "bos": BOS, "eos": EOS} | given
+    with pytest.raises((TypeError, ValueError), match=said):
+        Engine(model).translate(options.pop("sources"), **options)
+
+
+def test_wrong_models(model):
+    with pytest.raises(TypeError, match="model is a Linear; accepted: a translator or a language"):
+        Engine(nn.Linear(3, 4))
+    with pytest.raises(TypeError, match="generate: the model is .* Translators have translate"):
+        Engine(model).generate([[5]], limits=[9])
+    with pytest.raises(TypeError, match="eos is missing"):
+        Engine(model).translate([[5]], limits=[9], bos=BOS)
 
 
 def test_no_sources(model):

@@ -144,7 +144,7 @@ def test_tokens_that_the_model_lacks(model, token, kind):
 
 
 @pytest.mark.parametrize("token, error", [
-    (1 << 31, OverflowError), ("a", ValueError), (None, TypeError),
+    (1 << 31, OverflowError), ("a", TypeError), (None, TypeError), (2.5, TypeError),
 ])  # fmt: skip
 def test_what_is_no_token(token, error):
     with pytest.raises(error):
@@ -155,7 +155,7 @@ def test_tokens_of_lists_are_joined():
     texts = [[5, -(1 << 31)], [], [True, np.int64(7), (1 << 31) - 1]]
     found = joined(texts)
     assert found.dtype == np.int32 and found.tolist() == [5, -(1 << 31), 1, 7, (1 << 31) - 1]
-    assert joined([[2.5], [3]]).tolist() == [2, 3] and joined([]).tolist() == []
+    assert joined([]).tolist() == []
     assert joined([[1 << 40]], np.int64).tolist() == [1 << 40]
 
 
@@ -204,3 +204,25 @@ def test_every_text_and_what_is_told_have_lists_of_their_own(model):
         found += engine.generate(prompts, limits=limits, tell=lambda *each: told.append(each))
     lists = [*(tokens for _, tokens in told), *(text.tokens for text in found)]
     assert len({id(one) for one in lists}) == len(lists) > 8
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"prompts": [3]}, "one of prompts is 3; accepted: lists of tokens"),
+    ({"prompts": ["ab"]}, "one of prompts is 'ab'"), ({"prompts": [[3.5]]}, "integer"),
+    ({"prompts": [np.array([3.5])]}, "the dtype of prompts is float64; accepted: integers"),
+    ({"limits": 9}, "limits is 9; accepted: a list"), ({"limits": [1.5]}, "a limit is 1.5"),
+    ({"limits": [9, 9]}, "the number of limits is 2"), ({"beam": 4}, "a setting is 'beam'"),
+])  # fmt: skip
+def test_wrong_arguments(given, said):
+    options = {"prompts": [[3]], "limits": [9]} | given
+    engine = Engine(MODELS["gpt2"]().eval())
+    with pytest.raises((TypeError, ValueError), match=said):
+        engine.generate(options.pop("prompts"), **options)
+
+
+def test_language_models_translate_and_score_nothing():
+    engine = Engine(MODELS["llama"]().eval())
+    with pytest.raises(TypeError, match="translate: the model is a Llama.*have generate"):
+        engine.translate([[3]], limits=[9], bos=1, eos=2)
+    with pytest.raises(TypeError, match="score: the model is a Llama; accepted: a translator"):
+        engine.score([([3], [4])])

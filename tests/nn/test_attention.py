@@ -194,9 +194,23 @@ def test_rotary_needs_even_heads_of_its_own(options):
 
 
 def test_invalid_head_counts_are_refused():
-    for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}, {"heads": 0}):
+    for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}):
         with pytest.raises(ValueError, match="divide"):
             nn.MultiHeadAttention(24, **options)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: nn.Linear(3, "4"), "Linear: outputs is '4'; accepted: an integer from 1 on"),
+    (lambda: nn.Linear(-3, 4), "Linear: inputs is -3"),
+    (lambda: nn.FeedForward(8, 2.5), "FeedForward: hidden is 2.5"),
+    (lambda: nn.Embedding(None, 4), "Embedding: rows is None"),
+    (lambda: nn.LayerNorm("8"), "LayerNorm: width is '8'"), (lambda: nn.RMSNorm(0), "width is 0"),
+    (lambda: nn.MultiHeadAttention("64", 8), "MultiHeadAttention: width is '64'"),
+    (lambda: nn.MultiHeadAttention(64, 0), "MultiHeadAttention: heads is 0"),
+])  # fmt: skip
+def test_sizes_are_integers_from_1_on(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
 def test_split_heads_are_views_with_adjacent_gradients(rng):

@@ -142,7 +142,7 @@ def test_an_interrupted_capture_is_ended(cp):
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match="capture: function is a int"):
+    with pytest.raises(TypeError, match="capture: function is an int"):
         gpuattn.capture(3)
     for wrong in ("weight", 2, 1.5, -1):
         with pytest.raises(TypeError, match="donate is .* positions or names of x, y"):

@@ -17,7 +17,7 @@ from gpuattn.autodiff.fusion.trace import Program, trace
 from gpuattn.autodiff.numpy.elementwise import like, meta
 from gpuattn.autodiff.record import Box
 from gpuattn.autodiff.watch import Watch
-from gpuattn.errors import KernelCompileError, UnsupportedError, problem, warn_slow_path
+from gpuattn.errors import KernelCompileError, UnsupportedError, problem, type_of, warn_slow_path
 from gpuattn.impls import Impl, Impls
 
 MOST_PROGRAMS = 64  # of a function, by dtypes and values: those made last
@@ -68,7 +68,7 @@ class Fused:
 
     def __init__(self, function: Callable) -> None:
         if not callable(function):
-            got, accepted = f"a {type(function).__name__}", "a function of arrays"
+            got, accepted = type_of(function), "a function of arrays"
             raise TypeError(problem("fuse", "function", got, accepted))
         functools.update_wrapper(self, function)
         self.function, self.reason = function, None

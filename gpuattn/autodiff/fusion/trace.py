@@ -9,7 +9,7 @@ from gpuattn.arrays import FLOATS, is_array, is_floating, wide
 from gpuattn.autodiff.numpy.elementwise import NARROW
 from gpuattn.autodiff.record import Box
 from gpuattn.autodiff.tape import raw
-from gpuattn.errors import UnsupportedError
+from gpuattn.errors import UnsupportedError, type_of
 
 CAST = "cast"  # to the dtype of the node; a narrower one only in name, until it is stored
 ROUND = "round"  # what astype does: to the values that the dtype has
@@ -134,7 +134,7 @@ class Trace:
         if isinstance(value, Symbol) or value is None or isinstance(value, NUMBERS):
             return value
         if not isinstance(value, Box) and not is_array(value):
-            raise UnsupportedError(f"a {type(value).__name__} does not fuse")
+            raise UnsupportedError(f"{type_of(value)} does not fuse")
         for known, symbol in zip(self.others, self.inputs[-len(self.others) :], strict=False):
             if known is value:
                 return symbol
@@ -290,5 +290,5 @@ def trace(function: Callable, kinds: Sequence[Any], names: Sequence[str]) -> Pro
     outputs = result if isinstance(result, tuple) else (result,)
     for out in outputs:
         if not isinstance(out, Symbol) or out.weak:
-            raise UnsupportedError(f"it returns a {type(out).__name__}, not a computed array")
+            raise UnsupportedError(f"it returns {type_of(out)}, not a computed array")
     return Program(made, outputs, single=not isinstance(result, tuple))

@@ -232,7 +232,7 @@ def test_numpy_is_just_called():
     x = np.ones(3)
     assert f(x).tolist() == [2, 2, 2] and seen[0] is x and f.__doc__ == "Double."
     assert f(2) == 4
-    with pytest.raises(TypeError, match="fuse: function is a int"):
+    with pytest.raises(TypeError, match="fuse: function is an int"):
         gpuattn.fuse(3)
 
 
