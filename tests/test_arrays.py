@@ -73,7 +73,7 @@ def test_a_tensor_that_requires_grad_is_refused():
 
 
 def test_an_array_that_dlpack_cannot_export_is_refused():
-    with pytest.raises(TypeError, match=r"f: x is a OnlyDlpack that cannot be exported \(.+\);"):
+    with pytest.raises(TypeError, match=r"f: x is an OnlyDlpack that cannot be exported \(.+\);"):
         arrays.as_array(OnlyDlpack(np.ones(3, arrays.BFLOAT16)), "f", "x")
 
 

@@ -243,7 +243,7 @@ def test_wrong_arguments_of_a_step_are_named():
     model, optimizer = made()
     for wrong, message in (
         ((Network, loss_of, optimizer), "model is a type; accepted: a gpuattn.nn.Module"),
-        ((model, optimizer, loss_of), "loss is a AdamW; accepted: a function of the model"),
+        ((model, optimizer, loss_of), "loss is an AdamW; accepted: a function of the model"),
         ((model, loss_of, 0.1), "optimizer is 0.1; accepted: one of gpuattn.optim"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -268,7 +268,7 @@ def test_what_an_optimizer_takes():
 
     leaf = Tensor(np.ones(3, np.float32), requires_grad=True)
     for wrong, kind, message in (
-        (Empty(), ValueError, "model is a Empty without parameters"),
+        (Empty(), ValueError, "model is an Empty without parameters"),
         ([], ValueError, "model is a list without parameters"),
         (leaf, TypeError, "model is a Tensor; accepted: .* Put it into a list"),
         ([np.ones(3)], TypeError, "model is holding a ndarray"),
