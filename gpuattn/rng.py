@@ -174,7 +174,7 @@ def _keys(seed):
 
 
 def _as_array(number):
-    """Return an int as NumPy's operations are quickest with it: half the time of a scalar."""
+    """Return an int as a 0-d array, which NumPy's operations take faster than a scalar."""
     return np.array(number, np.uint64)
 
 
@@ -222,7 +222,7 @@ def keep_mask(xp: Xp, shape: Shape, p: float, key: Key) -> Array:
 
     if xp is not np or count <= BLOCK:
         return draw(0, count).reshape(shape)
-    # threads pass Python's lock on at every operation, so they gain by long ones alone
+    # threads hand over the interpreter's lock at every operation: only long operations gain
     many = count > 16 * BLOCK
     kept, step = np.empty(count, bool), 4 * BLOCK if many else BLOCK
 

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from imported import imported
 
 import gpuattn
 
@@ -27,15 +28,8 @@ def test_import_loads_no_heavy_module():
 
 
 def test_import_loads_few_modules():
-    """Counted, not timed: the processor time depends on the machine and on what else it does."""
-    code = """import sys
-before = set(sys.modules)
-import gpuattn
-new = [name for name in sys.modules if name not in before]
-others = {name.partition(".")[0] for name in new} - sys.stdlib_module_names
-print(*sorted(others), sum(name.startswith("gpuattn") for name in new))"""
-    *packages, own = python(code).split()
-    assert packages == ["gpuattn", "ml_dtypes", "numpy", "rawkernels"] and int(own) <= 130
+    packages, own = imported("import gpuattn")
+    assert packages == ["gpuattn", "ml_dtypes", "numpy", "rawkernels"] and own <= 130
 
 
 def test_openblas_threads_sleep_soon_unless_the_user_sets_their_timeout(monkeypatch):

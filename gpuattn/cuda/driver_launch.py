@@ -1,8 +1,8 @@
 """Launches by the driver's ``cuLaunchKernelEx``, which takes attributes that CuPy's launches lack.
 
 With the attribute PROGRAMMATIC a launch is a programmatic dependent one: the kernel's blocks may
-start before the kernel before it ended. On GPUs with ``Gpu.has_dependent_launch`` kernels have it
-that the ``Launch:`` lines of their headers call dependent. Their first statement is
+start before the kernel before it ended. It is set for kernels whose header says "dependent" in its
+``Launch:`` line, on GPUs with ``Gpu.has_dependent_launch``. Their first statement is
 ``grid_dependency_wait()`` (``rawkernels/common/grid_dependency.cuh``).
 """
 

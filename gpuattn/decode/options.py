@@ -60,7 +60,6 @@ Hugging Face have ``renormalise=True``: they penalise logits):
 | at ``max_length`` there | the end mark is forced | as here | as here |
 """
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -68,6 +67,7 @@ from typing import Any, ClassVar, Self
 from gpuattn.errors import problem
 from gpuattn.ops.arguments import check_flags, integer, number
 from gpuattn.ops.sampling.sample_tokens import check_settings
+from gpuattn.units import nearest
 
 MAX_PENALTY = 10  # beyond it, powers of a length overflow a float
 LENGTH_RULES = {
@@ -111,10 +111,8 @@ class Options:
         names = [field.name for field in fields(cls)]
         for name in settings:
             if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                advice = f"Did you mean {near[0]}?" if near else ""
-                accepted = ", ".join(names)
-                raise TypeError(problem(cls.function, "a setting", repr(name), accepted, advice))
+                said = problem(cls.function, "a setting", repr(name), ", ".join(names))
+                raise TypeError(said + nearest(name, names))
         if "eos" not in settings:
             accepted = "the token that ends a text, several, or None"
             raise TypeError(problem(cls.function, "eos", "missing", accepted))

@@ -27,9 +27,14 @@ def refusal(options: BeamOptions) -> str | None:
     return None
 
 
+def is_translator(model: Any) -> bool:
+    """Return whether a model translates; others continue texts."""
+    return hasattr(model, "encode")
+
+
 def check_model(function: str, model: Any, translates: bool) -> None:
     """Raise TypeError unless a model is a translator, or, without ``translates``, is none."""
-    if hasattr(model, "encode") != translates:
+    if is_translator(model) != translates:
         accepted, advice = "a translator", "Language models have generate."
         if not translates:
             accepted, advice = "a language model", "Translators have translate."
@@ -45,11 +50,11 @@ def checked_lengths(
     ValueError unless there is a limit for each text.
     """
     for name, value in ((what, texts), ("limits", limits)):
-        if np.ndim(value) == 0 if isinstance(value, np.ndarray) else not hasattr(value, "__len__"):
+        if not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0:
             raise TypeError(problem(function, name, described(value), "a list, one entry a text"))
     kinds = set(map(type, texts))
-    if not all(hasattr(kind, "__len__") for kind in kinds) or str in kinds:
-        wrong = next(x for x in texts if isinstance(x, str) or not hasattr(x, "__len__"))
+    if wrong_kinds := [k for k in kinds if issubclass(k, str) or not hasattr(k, "__len__")]:
+        wrong = next(text for text in texts if type(text) in wrong_kinds)
         accepted = "lists of tokens, such as [[5, 2]]"
         raise TypeError(problem(function, f"one of {what}", described(wrong), accepted))
     if set(map(type, limits)) - {int}:

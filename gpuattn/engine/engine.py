@@ -108,7 +108,7 @@ class Engine:
         Raises ValueError, before anything runs, as ``translations`` and ``generate`` do, and
         RuntimeError after ``close``. An error while it runs ends the request: ``result`` raises it.
         """
-        if hasattr(self.model, "encode"):
+        if arguments.is_translator(self.model):
             return self._submit_source(tokens, limit, priority, **settings)
         return self._submit_prompt(tokens, limit, priority, **settings)
 
@@ -137,7 +137,8 @@ class Engine:
         device cannot: ``notify`` is then called with the reason. The longest sources come first;
         others take the places of those that are done. A translation does not depend on the sources
         that run with it, but for rounding. Raises ValueError for settings out of range and for
-        texts longer than the model's ``max_length``.
+        texts longer than the model's ``max_length``, TypeError for unknown settings, for arguments
+        of other types and for a language model.
         """
         arguments.check_model("translate", self.model, translates=True)
         options = BeamOptions.of(settings)
@@ -175,7 +176,9 @@ class Engine:
         ``lookup``. The tokens are those of generating without, but for rounding: passes of other
         sizes add in other orders, so two tokens with nearly equal logits may change places. Raises
         ValueError for settings out of range, for those that ``speculate`` does not take, and for a
-        prompt and limit that are longer than the model's ``block`` + 1.
+        prompt and limit that are longer than the model's ``block`` + 1; TypeError for unknown
+        settings, for arguments of other types and for a translator; IndexError for a token that is
+        not in the vocabulary.
         """
         arguments.check_model("generate", self.model, translates=False)
         options = arguments.sampling(eos, temperature, settings)
@@ -217,7 +220,7 @@ class Engine:
         ``pairs``: token ids without marks. Each result is float32 (tokens + 1,), the end mark last;
         its sum is the ``score`` of a Hypothesis that has ended. ``batch_tokens``: of a packed
         batch, on each side; raised to the longest text. Raises ValueError for texts longer than the
-        model's ``max_length``.
+        model's ``max_length``, TypeError for a language model.
         """
         arguments.check_model("score", self.model, translates=True)
         if not pairs:

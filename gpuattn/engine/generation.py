@@ -42,7 +42,7 @@ def checked(
     """Return the prompts as int32 arrays, views of one.
 
     Raises ValueError for texts that do not fit into the model, and for banned or end tokens that it
-    lacks; IndexError for such tokens of a prompt.
+    lacks; IndexError for such tokens of a prompt; TypeError for what is no list of integers.
     """
     block, vocab = model.config.block, model.config.vocab
     lengths = checked_lengths("generate", "prompts", prompts, limits)

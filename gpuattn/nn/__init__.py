@@ -1,4 +1,7 @@
-"""Layers: modules whose calls run the fused ops, on packed tokens or batches."""
+"""Layers: modules whose calls run the fused ops, on packed tokens or batches.
+
+Sizes of layers are integers: TypeError for others, ValueError below 1.
+"""
 
 from gpuattn.nn.attention import KeyValueCache, MemoryProjection, MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, LayerDrop, RandomState, StochasticDepth, Streams

@@ -234,8 +234,8 @@ class MultiHeadAttention(Module):
     ) -> None:  # fmt: skip
         kv_heads = kv_heads or heads
         check_sizes("MultiHeadAttention", width=width, heads=heads, kv_heads=kv_heads)
-        size = head_size or (width // heads if heads > 0 and width % heads == 0 else 0)
-        if heads < 1 or kv_heads < 1 or size < 1 or heads % kv_heads:
+        size = head_size or (width // heads if width % heads == 0 else 0)
+        if size < 1 or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
             accepted = "heads that divide the width, kv_heads that divide the heads"
             raise ValueError(problem("MultiHeadAttention", "the split", got, accepted))

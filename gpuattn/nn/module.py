@@ -336,7 +336,7 @@ def generator(rng: np.random.Generator | None = None) -> np.random.Generator:
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
-    """Raise TypeError or ValueError unless all sizes are integers from 1 on."""
+    """Raise TypeError for a size that is no integer, ValueError for one below 1."""
     for name, size in sizes.items():
         integer(layer, name, size, "an integer from 1 on", 1)
 

@@ -30,8 +30,8 @@ struct Divisor {
     __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
 
-// The labels of all rows (rows,): int64 where `wide`, else int32, `ignored` for a row that does not count; or,
-// `FOUND`, their targets, int32, which "prepare" has found.
+// The labels of all rows (rows,): int64 where `wide`, else int32, `ignored` for a row that does not count.
+// Where FOUND, their targets instead, int32, which "prepare" has found.
 template <bool FOUND> struct Labels {
     const void* from;
     bool wide;

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 from click.testing import CliRunner
+from imported import imported
 
 from gpuattn import errors
 from gpuattn.cli import main as program
@@ -47,19 +48,10 @@ def test_every_command_has_help_and_debug(call, name):
 
 
 def test_help_imports_few_modules():
-    """Counted, not timed: the processor time depends on the machine and on what else it does."""
-    code = """import sys
-before = set(sys.modules)
-from gpuattn.cli.main import main
+    packages, own = imported("""from gpuattn.cli.main import main
 try: main(["--help"])
-except SystemExit: pass
-new = [name for name in sys.modules if name not in before]
-others = {name.partition(".")[0] for name in new} - sys.stdlib_module_names
-print(*sorted(others), sum(name.startswith("gpuattn") for name in new), file=sys.stderr)"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *packages, own = run.stderr.split()
-    assert packages == ["click", "gpuattn", "ml_dtypes", "numpy", "rawkernels"]
-    assert int(own) <= 130
+except SystemExit: pass""")
+    assert packages == ["click", "gpuattn", "ml_dtypes", "numpy", "rawkernels"] and own <= 130
 
 
 def test_a_misspelt_command_or_option_names_the_nearest(call):

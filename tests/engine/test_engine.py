@@ -168,7 +168,7 @@ def test_settings_out_of_range(model, wrong, said):
     ({"limits": 9}, "limits is 9; accepted: a list"),
     ({"limits": ["9"]}, "a limit is '9'"),
     ({"limits": [9, 9]}, "the number of limits is 2; accepted: 1, one for each of sources"),
-    ({"bean": 4}, "a setting is 'bean'; accepted: eos, .* Did you mean beam?"),
+    ({"bean": 4}, "a setting is 'bean'; accepted: eos, .* Did you mean 'beam'"),
 ])  # fmt: skip
 def test_wrong_arguments(model, given, said):
     options = {"sources": [[5]], "limits": [9], "bos": BOS, "eos": EOS} | given

@@ -109,7 +109,7 @@ def _attend(part, *, sink, window, softcap):
             total += xp.exp(sink - base)
         p = p.reshape(n, kv_heads, sharers * T * group, room)
         out = xp.matmul(p, v.swapaxes(1, 2)).reshape(*rows.shape[:-1], v.shape[-1])
-        out /= xp.maximum(total, 1)  # 0 without a key, else 1 or more, of the largest weight
+        out /= xp.maximum(total, 1)  # 0 without a key, else at least exp(0)
         return out, (base + xp.log(total))[..., 0]
 
 

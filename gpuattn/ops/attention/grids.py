@@ -76,9 +76,10 @@ class Grid:
         return s, slope
 
     def _hide_edges(self, s, rows, cols):
-        """Set logits to -inf that the window hides: they are in less than BLOCK rows at either end.
+        """Set the logits that the window hides to -inf.
 
-        The tables of these rows are the same in most blocks.
+        Only rows at the edges of the window have any, fewer than BLOCK at either end of a block.
+        Most blocks need the same tables for them.
         """
         left, right = self.window
         shift = rows.start + self.offset - cols.start  # the first row is aligned with this column
@@ -132,7 +133,7 @@ def _bound(seen, dtype):
     return get_xp(seen).where(seen, dtype.type(INF), dtype.type(-INF))
 
 
-@functools.lru_cache(maxsize=8)  # layers and updates have the same shapes
+@functools.lru_cache(maxsize=8)  # most blocks, layers and updates ask for the same
 def _window_bound(height, width, shift, left, right, dtype):
     """Return the bound of logits in a window, where query 0 is aligned with key ``shift``."""
     distance = np.arange(width) - (np.arange(height)[:, None] + shift)
@@ -231,7 +232,7 @@ def _starts_and_lengths(*offsets):
     return starts, [cu[1:] - first for cu, first in zip(offsets, starts, strict=True)]
 
 
-@functools.lru_cache(maxsize=8)  # the layers of a model, forward and backward, have the same
+@functools.lru_cache(maxsize=8)  # all layers, forward and backward, have the same offsets
 def _packed(cu_q, cu_k, tokens, row, alike):
     """Return ``layouts`` of packed sequences on NumPy, from the bytes of their offsets.
 

@@ -24,18 +24,19 @@ def attend(grid: Grid, q: Array, k: Array, v: Array, sink: Array | None) -> tupl
     dtype, lowest = q.dtype, LOWEST[q.dtype]
     result = xp.zeros((N, T, kv_heads * G, v.shape[-1]), dtype)
     out, shape = by_heads(result, G), (N, kv_heads, G, T, 1)
-    top: Any = None  # nothing is seen yet
+    blocks = list(grid.blocks())
+    top: Any = None
     total: Any = None
     if sink is not None:  # one more key, of value zero
         top, total = xp.zeros(shape, dtype) + sink, xp.ones(shape, dtype)
+    elif not blocks or blocks[0][0] != slice(0, T):  # the first block is not of all queries
+        top, total = xp.full(shape, -INF, dtype), xp.zeros(shape, dtype)
     may_hold_nan, fresh = xp is not np or not math.isfinite(v.sum()), True
-    for rows, cols in grid.blocks():
+    for rows, cols in blocks:
         p, _ = grid.logits(q, k, rows, cols)
         new = p.max(-1, keepdims=True)
-        first = top is None and rows.stop - rows.start == T  # of all queries
+        first = top is None
         if not first:
-            if top is None:
-                top, total = xp.full(shape, -INF, dtype), xp.zeros(shape, dtype)
             old = top[..., rows, :]
             new = xp.maximum(old, new)
         finite = xp.maximum(new, lowest)  # -inf - lowest is -inf
@@ -58,9 +59,7 @@ def attend(grid: Grid, q: Array, k: Array, v: Array, sink: Array | None) -> tupl
         else:
             put_product(here, p, v[..., cols, :], fresh)
         fresh = False
-    if top is None:
-        top, total = xp.full(shape, -INF, dtype), xp.zeros(shape, dtype)
-    out /= xp.maximum(total, 1)  # 0 without a key, else 1 or more, of the largest weight
+    out /= xp.maximum(total, 1)  # 0 without a key, else at least exp(0)
     lse = xp.log(total, out=total)
     lse += top
     return result, lse.reshape(N, kv_heads * G, T)

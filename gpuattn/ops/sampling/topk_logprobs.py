@@ -26,7 +26,7 @@ MAX_GRID = 65535  # blocks along the second and third axis
 MAX_K, WIDE_BLOCK = 512, 1024  # winners; threads of a block for more than BLOCK / 2 of them
 MAX_COLS = 1 << 30  # columns are counted in 32 bits
 GROUP = 32  # columns of a group in the reference
-UNGROUPED = 4096  # columns at most that are searched without groups on NumPy
+UNGROUPED = 4096  # on NumPy, up to so many columns are searched without groups
 
 
 @op
@@ -103,7 +103,7 @@ def log_sum(x: Array) -> tuple[Array, Array]:
     peak = xp.maximum(x.max(-1, keepdims=True), LOWEST[x.dtype])
     shifted = x - peak
     total = xp.exp(shifted, out=shifted).sum(-1, keepdims=True)
-    total = xp.maximum(total, 1)  # 0 in rows of -inf alone, else 1 or more, of the peak
+    total = xp.maximum(total, 1)  # 0 in rows of -inf alone, else at least exp(0)
     return peak, xp.log(total, out=total)
 
 
@@ -141,10 +141,11 @@ def in_order(x: Array, k: int) -> Array:
 
 
 def _columns_by_keys(x, following, k, cols):
-    """Return ``in_order`` of float32 numbers, any of those in ``cols`` columns.
+    """Return the columns of the k largest of some numbers, float32 (rows, n), as ``in_order`` does.
 
-    ``following``: how many columns follow each. NumPy sorts integers many times as fast as it finds
-    the stable order of floats, so it sorts keys, whose high half orders as the numbers do.
+    ``following``: how many of the ``cols`` columns come after that of each number. The numbers are
+    sorted by int64 keys: the high half orders as the floats do, the low half is ``following``.
+    NumPy sorts integers many times as fast as it finds the stable order of floats.
     """
     bits = (x + np.float32(0)).view(np.int32)  # of -0 those of +0
     bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats are ordered by magnitude
