@@ -8,8 +8,10 @@ Each counter gives four 32-bit words = eight 16-bit lanes, low half of a word fi
 import contextlib
 import contextvars
 import functools
+import itertools
 import math
 import operator
+import os
 import secrets
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,6 +29,8 @@ CONSTANTS = (*MULTIPLIERS, 0xFFFFFFFF, 32)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
 BLOCK = 1 << 16  # elements at a time on NumPy, whose random words fit into the cache
+FEW = 1024  # counters of a call that are drawn with those of the next streams, on NumPy
+MANY = 4096  # counters of all these streams: each array of words has 32 kB
 # None; (seed, drawn) after ``manual_seed``; (seed, drawn, step) inside ``numbered``
 _counter: contextvars.ContextVar[tuple | None] = contextvars.ContextVar(
     "gpuattn_seed_counter", default=None
@@ -52,13 +56,40 @@ def as_key(seed: Any) -> Key:
     if seed is not None:
         return Key(operator.index(seed) & 0xFFFFFFFFFFFFFFFF)
     global fresh_seeds
-    state = _counter.get()
-    if state is None or len(state) == 2:
-        return Key(fresh_seed())
     fresh_seeds += 1
-    key = Key(*state)
-    _counter.set((key.seed, key.stream + 1, key.step))
-    return key
+    state = _counter.get()
+    if state is None:
+        seed, numbers = _process
+        return _stream(seed, next(numbers))
+    _counter.set((state[0], state[1] + 1, *state[2:]))
+    return Key(*state) if len(state) == 3 else _stream(_seed_of_streams(state[0]), state[1])
+
+
+def _stream(seed, number):
+    """Return key ``number`` of a seed: a stream each, and another seed after 2**32 of them."""
+    return Key(seed + (number >> 32) & 0xFFFFFFFFFFFFFFFF, number & 0xFFFFFFFF)
+
+
+@functools.lru_cache(maxsize=64)
+def _seed_of_streams(seed):
+    """Return the seed of keys after ``manual_seed(seed)``: keys of a run with ``seed`` differ."""
+    return _joined(philox(seed, 0, 0, 0xFFFFFFFE, 0))
+
+
+def _joined(words):
+    return int(words[0]) | int(words[1]) << 32
+
+
+def _begin_process():
+    """Choose the seed of the keys of this process without ``manual_seed``."""
+    global _process
+    _process = secrets.randbits(64), itertools.count()
+
+
+_process: tuple[int, Iterator[int]]
+_begin_process()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_process)
 
 
 def manual_seed(seed: int) -> None:
@@ -89,8 +120,7 @@ def fresh_seed() -> int:
             "draw it outside, or leave seed=None to an op"
         )
     _counter.set((seed, drawn + 1, *state[2:]))
-    words = philox(seed, drawn, step, 0xFFFFFFFF, len(state) - 2)
-    return int(words[0]) | int(words[1]) << 32
+    return _joined(philox(seed, drawn, step, 0xFFFFFFFF, len(state) - 2))
 
 
 def is_numbered() -> bool:
@@ -194,15 +224,55 @@ def threshold(p: float) -> int:
 def lanes(xp: Xp, key: Key, first: Any, count: int) -> Array:
     """Return the 16-bit numbers (uint16, (count,)) of elements ``first .. first + count - 1``."""
     begin, end = first // LANES, -(-(first + count) // LANES)
+    if xp is np and end <= FEW and isinstance(key.step, int):
+        return _few_lanes(key, end)[first : first + count]
     c0, c1 = xp.arange(begin, end, dtype=np.uint64), 0
     if end > 1 << 32:
         c0, c1 = c0 & np.uint64(0xFFFFFFFF), c0 >> np.uint64(32)
-    w0, w1, w2, w3 = philox(key.seed, c0, c1, *counters(xp, key))
-    pairs, shift = xp.empty((end - begin, 2), np.uint64), np.uint64(32)
+    words = philox(key.seed, c0, c1, *counters(xp, key))
+    return _split(xp, words, c0.shape)[first - begin * LANES :][:count]
+
+
+def _split(xp, words, shape):
+    """Return the lanes of counters of this shape, those of the last axis joined."""
+    w0, w1, w2, w3 = words
+    pairs, shift = xp.empty((*shape, 2), np.uint64), np.uint64(32)
     # all supported platforms are little-endian: the low half comes first
-    xp.bitwise_or(w0, w1 << shift, out=pairs[:, 0])
-    xp.bitwise_or(w2, w3 << shift, out=pairs[:, 1])
-    return pairs.view(np.uint16).ravel()[first - begin * LANES :][:count]
+    xp.bitwise_or(w0, w1 << shift, out=pairs[..., 0])
+    xp.bitwise_or(w2, w3 << shift, out=pairs[..., 1])
+    return pairs.view(np.uint16).reshape(*shape[:-1], -1)
+
+
+class _Table(NamedTuple):
+    """The lanes, (streams, counters * LANES) and read-only, of ``key`` and of the next streams."""
+
+    key: Key
+    lanes: np.ndarray
+
+
+def _few_lanes(key, counters):
+    """Return the lanes of a stream's first ``counters`` at least.
+
+    Few numbers take the time of NumPy's calls, however many they are. So where streams are drawn
+    one after the other, those that follow are drawn too, twice as many each time.
+    """
+    global _table
+    (seed, stream, step), (held, lanes) = key, _table
+    row, ahead = stream - held.stream, 1
+    if seed == held.seed and step == held.step and 0 <= row <= len(lanes):
+        if row < len(lanes) and counters * LANES <= lanes.shape[1]:
+            return lanes[row]
+        counters = max(counters, lanes.shape[1] // LANES)
+        ahead = max(min(2 * row, MANY // counters), 1)
+    streams = np.arange(stream, stream + ahead, dtype=np.uint64)[:, None]
+    words = philox(seed, np.arange(counters, dtype=np.uint64), 0, streams, step)
+    lanes = _split(np, words, (ahead, counters))
+    lanes.flags.writeable = False
+    _table = _Table(key, lanes)  # one assignment: threads see this table or another one
+    return lanes[0]
+
+
+_table = _Table(Key(0), np.empty((0, 0), np.uint16))
 
 
 def counters(xp: Xp, key: Key) -> tuple:

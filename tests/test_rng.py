@@ -1,5 +1,10 @@
 """Random bits are a function of (seed, stream, step, index): known answers, statistics, seeds."""
 
+import contextvars
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -90,6 +95,59 @@ def test_a_seed_may_be_an_int_a_key_or_nothing():
     assert rng.as_key(-1) == Key(2**64 - 1)
     assert rng.as_key(Key(1, 2, 3)) == Key(1, 2, 3)
     assert rng.as_key(None) != rng.as_key(None)
+
+
+def test_keys_after_manual_seed_repeat_and_are_no_keys_of_a_run():
+    drawn = []
+    for seed in (1, 1, 2):
+        manual_seed(seed)
+        drawn.append([rng.as_key(None) for _ in range(3)])
+    assert drawn[0] == drawn[1] != drawn[2]
+    with rng.numbered(1, 0):
+        run = [rng.as_key(None) for _ in range(3)]
+    assert len({*drawn[0], *drawn[2], *run}) == 9
+
+
+def unseeded(function, *args):
+    """Call a function where ``manual_seed`` was never called."""
+    return contextvars.Context().run(function, *args)
+
+
+def test_threads_draw_other_keys():
+    with ThreadPoolExecutor(4) as pool:
+        keys = list(pool.map(lambda _: unseeded(rng.as_key, None), range(400)))
+    assert len(set(keys)) == 400
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_draws_other_keys():
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a process with threads
+        child = os.fork()
+    if not child:
+        os.write(theirs, str(unseeded(rng.as_key, None)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(ours, 100).decode() != str(unseeded(rng.as_key, None))
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_lanes_are_those_of_their_counters_in_any_order():
+    """Lanes of few counters come from a table of several streams."""
+    random = np.random.default_rng(3)
+    stream = 0
+    for _ in range(600):
+        stream = stream + 1 if random.random() < 0.7 else int(random.integers(2**32 - 3, 2**32))
+        stream = stream if random.random() < 0.95 else int(random.integers(20))
+        stream %= 1 << 32
+        key = Key(int(random.random() < 0.05), stream, int(random.random() < 0.05))
+        first, count = random.integers(0, 5000), random.integers(0, 9000)
+        counters = np.arange(first // 8, (first + count + 7) // 8, dtype=np.uint64)
+        words = rng.philox(key.seed, counters, 0, key.stream, key.step)
+        want = np.stack(words, 1).astype("<u4").view("<u2").ravel()[first % 8 :][:count]
+        np.testing.assert_array_equal(rng.lanes(np, key, first, count), want)
 
 
 def test_manual_seed_repeats():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpuattn import rng
 from gpuattn.bench import results
 from gpuattn.bench.calls import captured, first, loops, ops
 from gpuattn.bench.calls.cases import CUPY, FIRST, HOST, LAYER, Called
@@ -99,11 +100,13 @@ def right_calls(
     On NumPy BARE is the expression alone. ``both``: forward and backward. Raises AssertionError for
     a wrong result of ours.
     """
-    own = ops.ours(case, inputs, both)
+    own, state = ops.ours(case, inputs, both), rng.remember()
     wanted = own.results()
     if ops.CALLS[case.op].chooses:
         reference = ops.ours(case, inputs, both, impl="reference")
-        _compare(case, wanted, reference.results(), 1, f"{case.op} {case}, result")
+        with rng.replay(state):
+            right = reference.results()
+        _compare(case, wanted, right, 1, f"{case.op} {case}, result")
     calls, missing = {OURS: own.run}, dict[str, str]()
     for name in [BARE] if xp is np and not both else names:
         with peers.noting(missing, name):

@@ -176,7 +176,7 @@ def _projected(shape):
     return [(rows, inputs), (vocabulary, inputs), ((rows,), vocabulary)]
 
 
-_RANDOM = {"p": DROPOUT, "seed": 1}
+_RANDOM = {"p": DROPOUT}  # each call draws anew, as the peers do
 CALLS = {
     "layer_norm": OpCall(gpuattn.layer_norm, _rows(2), _layer_norm, {}),
     "rms_norm": OpCall(gpuattn.rms_norm, _rows(1), _rms_norm, {}),
