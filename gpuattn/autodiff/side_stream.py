@@ -63,11 +63,11 @@ class _SideStream:
         self.running.append((event, reads, addresses))
         return self.current.ptr
 
-    def defer(self, launch, arguments, size, address):
+    def defer(self, launch, arguments, size, addresses):
         if self.deferred_bytes + size > MAX_DEFERRED_BYTES:
             self.launch_deferred()
         self.deferred.append((launch, arguments))
-        self.deferred_targets.add(address)
+        self.deferred_targets.update(addresses)
         self.deferred_bytes += size
 
     def launch_deferred(self):
@@ -130,19 +130,22 @@ def on_side_stream(
 
 
 def defer(
-    launch: Callable[[list], None], arguments: tuple, reads: Sequence[Array], target: Array
+    launch: Callable[[list], None],
+    arguments: tuple,
+    reads: Sequence[Array],
+    targets: Sequence[Array],
 ) -> bool:
     """Defer ``launch([arguments])`` to a common ``launch([arguments, ...])``; return whether.
 
-    ``reads``: as in ``on_side_stream``. ``target``: the array it writes.
+    ``reads``: as in ``on_side_stream``. ``targets``: the arrays it writes.
     """
     side = _side.get()
     if side is None:
         return False
     size = sum(x.nbytes for x in reads)
-    side.defer(launch, arguments, size, target.data.ptr)
+    side.defer(launch, arguments, size, [target.data.ptr for target in targets])
     if (recorder := recorders.get()) is not None:
-        recorder.deferred(current, (launch, size), arguments, target)
+        recorder.deferred(current, (launch, size), arguments, targets)
     return True
 
 

@@ -126,11 +126,13 @@ class Recorder:
             self.beside |= touched
             self.steps.append(End(sorted(touched), targets))
 
-    def deferred(self, side: Callable, given: tuple, arguments: tuple, target: Array) -> None:
+    def deferred(
+        self, side: Callable, given: tuple, arguments: tuple, targets: Sequence[Array]
+    ) -> None:
         """Note what is launched later; see ``steps.Deferred``."""
         with self._refusing():
-            place = self.place(target.data.ptr)
-            self.steps.append(Deferred(side, given, arguments, place))
+            places = [self.place(target.data.ptr) for target in targets]
+            self.steps.append(Deferred(side, given, arguments, places))
 
     def offered(self, product: tuple) -> None:
         """Note ``fold(product)``, by which a caller may take over what is the first result then.

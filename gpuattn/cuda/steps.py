@@ -3,7 +3,7 @@
 The code calls arrays x0, x1, ... and their addresses p0, p1, ...
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpuattn.cuda.addresses import WORD
@@ -171,11 +171,13 @@ class Deferred:
     """What a side stream's owner launches later, together with other such work.
 
     ``side``: as of Begin. ``given``: ``launch``, and how many bytes it reads. ``arguments``: of
-    ``launch``. ``target``: (which array, offset).
+    ``launch``. ``targets``: (which array, offset) of each.
     """
 
-    def __init__(self, side: Callable, given: tuple, arguments: tuple, target: tuple) -> None:
-        self.side, self.given, self.arguments, self.target = side, given, arguments, target
+    def __init__(
+        self, side: Callable, given: tuple, arguments: tuple, targets: Sequence[tuple]
+    ) -> None:
+        self.side, self.given, self.arguments, self.targets = side, given, arguments, targets
 
     def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """It takes any addresses."""
@@ -183,8 +185,9 @@ class Deferred:
     def run(self, code: Text) -> None:
         (launch, size), given = self.given, code.expression(self.arguments)
         launch, size = code.name("launch", launch), code.name("size", size)
-        to, side = _address(*self.target), code.name("side", self.side)
-        code.add(f"{side}().defer({launch}, {given}, {size}, {to})")
+        side = code.name("side", self.side)
+        written = ", ".join(_address(*target) for target in self.targets)
+        code.add(f"{side}().defer({launch}, {given}, {size}, [{written}])")
 
 
 class Offer:

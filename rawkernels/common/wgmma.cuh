@@ -41,6 +41,7 @@ template <typename T, int A_MAJOR, int B_MAJOR, int N> struct Wgmma;
 #define WGMMA_16(d, i) WGMMA_8(d, i), WGMMA_8(d, i + 8)
 #define WGMMA_32(d, i) WGMMA_16(d, i), WGMMA_16(d, i + 16)
 #define WGMMA_64(d, i) WGMMA_32(d, i), WGMMA_32(d, i + 32)
+#define WGMMA_NAMES_4 "%0, %1, %2, %3"
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32 WGMMA_NAMES_16 ", " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -55,6 +56,7 @@ template <typename T, int A_MAJOR, int B_MAJOR, int N> struct Wgmma;
 #define WGMMA_NAMES_128 WGMMA_NAMES_96 ", " \
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
     "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_OUTPUTS_4 WGMMA_4(d, 0)
 #define WGMMA_OUTPUTS_16 WGMMA_16(d, 0)
 #define WGMMA_OUTPUTS_32 WGMMA_32(d, 0)
 #define WGMMA_OUTPUTS_40 WGMMA_32(d, 0), WGMMA_8(d, 32)
@@ -82,6 +84,7 @@ template <typename T, int A_MAJOR, int B_MAJOR, int N> struct Wgmma;
         }                                                                                                             \
     };
 #define WGMMA_FORMS(N, R, ...) WGMMA_FORM(bf16, "bf16", N, R, __VA_ARGS__) WGMMA_FORM(f16, "f16", N, R, __VA_ARGS__)
+WGMMA_FORMS(8, 4, "%4", "%5", "%6", "%7", "%8", "%9", "%10")
 WGMMA_FORMS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 WGMMA_FORMS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 WGMMA_FORMS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")

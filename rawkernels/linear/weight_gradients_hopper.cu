@@ -1,4 +1,5 @@
-// Gradients of many weights in one launch, for Hopper: each gradient (rows x columns) = a^T b, or += a^T b.
+// Gradients of many weights in one launch, for Hopper: each gradient (rows x columns) = a^T b, or += a^T b; and of their
+// biases: the sums of a over its rows.
 // Constants: scalar = f16, bf16; WIDE = false, true (gradients in float32, else of the same type); TEAM = 6
 // Launch:    grid = (a multiple of 2 TEAM, all blocks at once,), clusters of 2, block = (384,), shared = SHARED bytes
 //            dependent: weight_gradients
@@ -11,6 +12,8 @@
 // counted in steps of K (stream-K: Osama et al., 2023): a team starts in the middle of one group and ends in the middle of
 // another. It stores its partial sums of the first group to the workspace. The team that has the start of this group
 // processes it last, and adds them.
+//
+// A bias is the product of a tile of the first column with a column of ones: eight columns, as wgmma has no fewer.
 #include "common/cluster.cuh"
 #include "common/compiler.cuh"
 #include "common/global_memory.cuh"
@@ -33,8 +36,9 @@ static_assert(PIECES * STAGE_BYTES == ALL_QUADS * 16 && PIECES * QUADS_OF_PIECE 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // with 384 threads a launch gives 168 to each
 static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168,
               "weight_gradients_hopper.cu: setmaxnreg would wait forever");
-constexpr int FULL = 0, EMPTY = 64, STAGE = 1024;  // in bytes from shared_base() on
+constexpr int FULL = 0, EMPTY = 64, ONES = 1024, STAGE = 2048;  // in bytes from shared_base() on
 [[maybe_unused]] constexpr int SHARED = 1024 + STAGE + STAGES * STAGE_BYTES;
+constexpr int ONE_ROWS = 8;  // of the tile of ones, ONE_ROWS x DEPTH
 constexpr int MOST = 24;  // weights per launch
 enum { CONSUMERS_MEET = 1 };
 
@@ -43,9 +47,10 @@ template <typename A, typename B> struct Either<false, A, B> { typedef B type; }
 typedef Either<WIDE, float, scalar>::type Number;  // element of a gradient
 
 struct Weight {
-    Number* gradient;
+    Number *gradient, *bias;  // bias: or null
     int rows, columns, row_step, column_step;  // multiples of ROWS and COLUMNS; one of the steps is 1
-    int accumulate, first;                     // first: its first tile; tiles are numbered weight by weight, by columns
+    int accumulate, accumulate_bias;
+    int first, unused;  // first: its first tile; tiles are numbered weight by weight, by columns
 };
 struct Problem {
     Weight weight[MOST];
@@ -60,6 +65,10 @@ __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
     const Weight& w = p.weight[weight];
     const int down = w.rows / ROWS, at = number - w.first;
     return {weight, at % down * ROWS, min(at / down * COLUMNS, w.columns)};
+}
+
+__device__ __forceinline__ bool has_bias(const Problem& p, const Tile& tile) {
+    return tile.column == 0 && p.weight[tile.weight].bias;
 }
 
 // A team's share of all groups, in steps of DEPTH.
@@ -120,8 +129,9 @@ template <bool BY_ROWS> __device__ __forceinline__ void finish(
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) weight_gradients(
     const __grid_constant__ TensorMaps maps,
     const __grid_constant__ Problem problem,
-    float4* workspace,  // (blocks, ALL_QUADS)
-    int* filled) {       // (blocks,): whether a block has filled its part of the workspace; zeros before and after
+    float4* workspace,   // (blocks, ALL_QUADS)
+    float* bias_sums,    // (blocks, ROWS)
+    int* filled) {       // (blocks,): whether a block has filled its part of both; zeros before and after
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);
     if (threadIdx.x == 0) {
@@ -131,6 +141,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
         }
         mbar_init_done();
     }
+    if (threadIdx.x < ONE_ROWS * DEPTH / 8) {
+        const float ones = __uint_as_float(pack_pair(scalar(), 1, 1));
+        store_shared(shared + ONES + threadIdx.x * 16, ones, ones, ones, ones);
+        fence_async_proxy();
+    }
+    __syncthreads();
     cluster_arrive_relaxed();
     cluster_wait();
     const int rank = blockIdx.x % 2, teams = gridDim.x / (2 * TEAM), from_start = blockIdx.x / (2 * TEAM);
@@ -192,11 +208,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
         increase_registers<CONSUMER_REGISTERS>();
         const u32 own = warpgroup() * SLAB;
         PipelineState<STAGES> ring, before;
-        float c[PARTS][PART / 2];
+        float c[PARTS][PART / 2], sums[4];
+        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // of sums[0], in each of eight columns; sums[2]: + 8
 #pragma unroll 1
         for (int group = first; group <= last; ++group) {
             const int from = share.from(group), to = share.to(group);
-            keep_live(c[0]); keep_live(c[1]);
+            const Tile tile = tile_at(problem, group * 2 * TEAM + member);
+            const bool summed = has_bias(problem, tile);
+            keep_live(c[0]); keep_live(c[1]); keep_live(sums);
 #pragma unroll 1
             for (int k = from; k < to; ++k) {
                 const u32 place = shared + STAGE + ring.stage * STAGE_BYTES;
@@ -206,6 +225,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                 for (int n = 0; n < PARTS; ++n)
                     product<MN_MAJOR, MN_MAJOR, DEPTH, DEPTH, DEPTH>(
                         c[n], place + own, place + A_BYTES + n * (PART / 64) * SLAB, k > from);
+                if (summed) {  // a branch here: ptxas serializes the products of two loops
+                    wgmma_fence();
+                    product<MN_MAJOR, K_MAJOR, DEPTH, ONE_ROWS, DEPTH>(sums, place + own, shared + ONES, k > from);
+                }
+                wgmma_fence();
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (k > from) release_both(shared + EMPTY + 8 * before.stage);
@@ -213,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                 ring.next();
             }
             wgmma_wait<0>();
-            keep_live(c[0]); keep_live(c[1]);
+            keep_live(c[0]); keep_live(c[1]); keep_live(sums);
             release_both(shared + EMPTY + 8 * before.stage);
 
             if (from > 0) {
@@ -222,6 +246,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                 for (int i = 0; i < PARTS * QUADS; ++i) {
                     const float* d = &c[i / QUADS][i % QUADS * 4];
                     __stcg(slot + i * THREADS, make_float4(d[0], d[1], d[2], d[3]));
+                }
+                if (summed && threadIdx.x % 4 == 0) {
+                    __stcg(bias_sums + blockIdx.x * ROWS + row, sums[0]);
+                    __stcg(bias_sums + blockIdx.x * ROWS + row + 8, sums[2]);
                 }
                 bar_sync(CONSUMERS_MEET, THREADS);
                 if (threadIdx.x == 0) store_release(filled + blockIdx.x, 1);
@@ -247,10 +275,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                     // a number of steps is never negative
                     release_both(freed(shared + EMPTY + 8 * ring.stage, loaded, unknown_zero(problem.steps)));
                 }
+                if (summed) {  // stored before the parts of c, which were waited for
+                    const float* const theirs = bias_sums + (blockIdx.x - (other + 1) * 2 * TEAM) * ROWS + row;
+                    sums[0] += __ldcg(theirs), sums[2] += __ldcg(theirs + 8);
+                }
             }
-            const Tile tile = tile_at(problem, group * 2 * TEAM + member);
             const Weight& w = problem.weight[tile.weight];
             if (tile.column == w.columns) continue;
+            if (summed && threadIdx.x % 4 == 0) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    Number* const to = w.bias + tile.row + row + 8 * half;
+                    *to = (Number)(sums[2 * half] + (w.accumulate_bias ? (float)*to : 0));
+                }
+            }
             if (w.column_step == 1) finish<true>(c, w, tile.row, tile.column);
             else finish<false>(c, w, tile.row, tile.column);
         }

@@ -118,20 +118,20 @@ def test_new_arrays_and_disabled_blocks_stay_on_the_current_stream(log):
 def test_deferred_launches_run_together(log):
     """At the end of the block, when ``wait_for`` needs a target, and at the limit of kept bytes."""
     runs, half = [], side_stream.MAX_DEFERRED_BYTES // 2
-    assert not side_stream.defer(runs.append, 0, [], Array(0))
+    assert not side_stream.defer(runs.append, 0, [], [Array(0)])
     with side_stream.enabled(Array(0)):
         for n in (1, 2):
-            assert side_stream.defer(runs.append, n, [], Array(n))
+            assert side_stream.defer(runs.append, n, [], [Array(n), Array(10 * n)])
         side_stream.wait_for(Array(3))
         assert not runs
-        side_stream.wait_for(Array(2))
+        side_stream.wait_for(Array(20))
         assert runs == [[1, 2]]
         for n in (3, 4, 5):
-            side_stream.defer(runs.append, n, [Array(9, half)], Array(n))
+            side_stream.defer(runs.append, n, [Array(9, half)], [Array(n)])
         assert runs == [[1, 2], [3, 4]]
     assert runs == [[1, 2], [3, 4], [5]]
     with contextlib.suppress(ZeroDivisionError), side_stream.enabled(Array(0)):
-        side_stream.defer(runs.append, 6, [], Array(6))
+        side_stream.defer(runs.append, 6, [], [Array(6)])
         raise ZeroDivisionError
     assert len(runs) == 3
 

@@ -51,7 +51,7 @@ def backward(cuda, lane=None):
             targets = Array(f"{i} side"), Array(f"{i} deferred")
             with side_stream.on_side_stream([], [targets[0]]):
                 cuda.touch(f"{i} side")
-            side_stream.defer(launched, (i,), [], targets[1])
+            side_stream.defer(launched, (i,), [], [targets[1]])
             if lane:
                 lane.mark(i, side_stream.pending(targets))
 
@@ -136,7 +136,7 @@ def test_neither_the_pass_nor_its_side_stream_waits_for_marks_or_each_other(cuda
 def test_what_was_deferred_for_other_buckets_alone_stays_deferred(cuda):
     done = []
     with side_stream.enabled(None):
-        side_stream.defer(lambda problems: done.extend(problems), (1,), [], Array("one"))
+        side_stream.defer(lambda problems: done.extend(problems), (1,), [], [Array("one")])
         assert side_stream.pending([Array("other")]) == [] and not done
         side_stream.pending([Array("one")])
         assert done == [(1,)]

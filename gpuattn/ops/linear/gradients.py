@@ -5,6 +5,7 @@ dx = dz @ weight, dweight = dz.T @ x, and dbias is the sum of dz over its rows.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -75,13 +76,15 @@ def backward(
     _, x, weight, *_ = saved
     way = plan(saved, dy, needs, into)
     dz, dbias = _dz(way, saved, dy, activation, into[2])
+    if needs[2] and not way.sums and _defer(way, x, dz, into, with_bias=True):
+        return _input(dz, weight, dy, fold) if needs[0] else None, None, None
     joint = _weight_and_bias(way, x, dz, into) if way.joint else None
     if needs[2] and joint is None and not way.sums:
         _, dbias = launch_backward(None, None, dz, True, into[2], None)
     dx = _input(dz, weight, dy, fold) if needs[0] else None
     if joint is not None:
         return dx, *joint
-    return dx, _weight(way, x, dz, into[1], dy.dtype) if needs[1] else None, dbias
+    return dx, _weight(way, x, dz, into, dy.dtype) if needs[1] else None, dbias
 
 
 def takes_matmul(
@@ -145,19 +148,27 @@ def _input(dz, weight, dy, fold):
     return input_gradient(dz, weight, shape, dy.dtype)
 
 
-def _weight(way, x, dz, slot, dtype):
-    """Return dweight, or None if it was, or later will be, written to ``slot``."""
-    if way.small and slot is not None and _defer(as_rows(x), dz, slot):
+def _weight(way, x, dz, into, dtype):
+    """Return dweight, or None if it was, or later will be, written to its slot."""
+    if _defer(way, x, dz, into):
         return None
-    with _side_stream(way, x, dz, [slot]) as share:
-        return weight_gradient(x, dz, slot, dtype, share)
+    with _side_stream(way, x, dz, into[1:2]) as share:
+        return weight_gradient(x, dz, into[1], dtype, share)
 
 
-def _defer(x, dz, slot):
-    """Defer dweight to one launch with other layers', where that is faster; return whether."""
-    if not weight_gradients.takes(dz, x, slot[0]):
+def _defer(way, x, dz, into, with_bias=False):
+    """Defer dweight to one launch with other layers', where that is faster; return whether.
+
+    ``with_bias``: defer both parameter gradients, or nothing.
+    """
+    x, (_, slot, bias) = as_rows(x), into
+    if not way.small or slot is None or not weight_gradients.takes(dz, x, slot[0]):
         return False
-    return defer(weight_gradients.launch, (dz, x, *slot), (dz, x), slot[0])
+    slots = (slot, bias) if with_bias else (slot,)
+    if with_bias and (bias is None or not weight_gradients.takes_bias(bias[0], slot[0])):
+        return False
+    given, targets = itertools.chain(*slots), [target for target, _ in slots]
+    return defer(weight_gradients.launch, (dz, x, *given), (dz, x), targets)
 
 
 @contextlib.contextmanager

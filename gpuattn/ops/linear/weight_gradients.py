@@ -1,10 +1,11 @@
-"""Gradients of many weights in one launch on Hopper: ``weight_gradients_hopper.cu``.
+"""Gradients of many weights and biases in one launch on Hopper: ``weight_gradients_hopper.cu``.
 
 A weight's gradient, dz.T @ x, is a matmul of few tiles, each a long sum. Alone it fills a GPU only
 if the sums are split, whose parts must then be added up; those of several layers fill it together.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.scratch import workspace
 from gpuattn.gemm.matmul import matmul
+from gpuattn.ops.linear.bias_activation import launch_backward
 from gpuattn.typing import Array
 
 FILE, NAME = "linear/weight_gradients_hopper.cu", "weight_gradients"
@@ -23,9 +25,24 @@ TEAM = 6  # pairs of blocks
 MAX_WEIGHTS = 24  # of a launch
 MIN_ROWS = 1024  # of dz and x
 MIN_TILES, MIN_STEPS = 36, 2304  # of a launch; with fewer the library is faster
-SHARED_BYTES = 2048 + 3 * (ROWS + COLUMNS) * DEPTH * 2
+SHARED_BYTES = 3072 + 3 * (ROWS + COLUMNS) * DEPTH * 2
 MAX_SIDE = 2**31 - 2**10  # coordinates have 32 bits
-WEIGHT = np.dtype("u8, i4, i4, i4, i4, i4, i4")  # struct Weight of the kernel
+WEIGHT = np.dtype("u8, u8, i4, i4, i4, i4, i4, i4, i4, i4")  # struct Weight of the kernel
+
+
+class Problem(NamedTuple):
+    """``dz.T @ x``, of (N, out) and (N, in), is written or added to ``out`` (out, in).
+
+    ``bias``: None, or an array (out,) to which the sums of dz are written or, with
+    ``accumulate_bias``, added.
+    """
+
+    dz: Array
+    x: Array
+    out: Array
+    accumulate: bool
+    bias: Array | None = None
+    accumulate_bias: bool = False
 
 
 def takes(dz: Array, x: Array, out: Array) -> bool:
@@ -49,39 +66,47 @@ def fits(dz: Array, x: Array, out: Array) -> bool:
     return not any(tensor_maps.refusal(y[:, None], "") for y in (dz, x))
 
 
-def launch(problems: Sequence[tuple[Array, Array, Array, bool]]) -> None:
-    """Write or add ``dz.T @ x`` to each ``out`` of [(dz, x, out, accumulate)].
+def takes_bias(bias: Array, out: Array) -> bool:
+    """Return whether ``launch`` can sum up dz beside ``out``: tiles are read by their dz then."""
+    return bias.dtype == out.dtype and bias.flags.c_contiguous and not _is_turned(out.shape)
+
+
+def launch(problems: Sequence[tuple]) -> None:
+    """Compute each Problem, given as its fields.
 
     By as few launches as possible; by the library where a launch would have too little to do.
     """
-    alike: dict[tuple, list] = {}
-    for dz, x, out, accumulate in problems:
-        kind = len(dz), dz.dtype, out.dtype
-        alike.setdefault(kind, []).append((dz, x, out, accumulate))
+    alike: dict[tuple, list[Problem]] = {}
+    for fields in problems:
+        problem = Problem(*fields)
+        kind = len(problem.dz), problem.dz.dtype, problem.out.dtype
+        alike.setdefault(kind, []).append(problem)
     for same in alike.values():
         for i in range(0, len(same), MAX_WEIGHTS):
             few = same[i : i + MAX_WEIGHTS]
-            tiles = sum(_tiles(out) for *_, out, _ in few)
-            if tiles >= MIN_TILES and tiles * _steps(few[0][0]) >= MIN_STEPS:
+            tiles = sum(_tiles(problem.out) for problem in few)
+            if tiles >= MIN_TILES and tiles * _steps(few[0].dz) >= MIN_STEPS:
                 launch_kernel(few)
                 continue
-            for dz, x, out, accumulate in few:
+            for dz, x, out, accumulate, bias, accumulate_bias in few:
                 matmul(dz, x, transpose_a=True, out=out, accumulate=accumulate)
+                if bias is not None:
+                    launch_backward(None, None, dz, True, (bias, accumulate_bias), None)
 
 
-def launch_kernel(problems: Sequence[tuple[Array, Array, Array, bool]]) -> None:
+def launch_kernel(problems: Sequence[Problem]) -> None:
     """Do what ``launch`` does by one launch of the kernel.
 
     ``problems``: up to ``MAX_WEIGHTS``, of the same rows and dtypes. The work is divided among the
     teams by steps: a step is a group of twelve tiles, of any weights, times ``DEPTH`` rows.
     """
-    dz, _, out, _ = problems[0]
+    dz, _, out, *_ = problems[0]
     maps, problem = _arguments(problems)
     blocks = gpu(dz.device.id).multiprocessors // (2 * TEAM) * 2 * TEAM
-    sums, given = _workspaces(blocks)
+    places = _workspaces(blocks)
     constants = {"scalar": ctype(dz.dtype), "WIDE": out.dtype == np.float32, "TEAM": TEAM}
     kernel(FILE, NAME, **constants)(
-        (blocks,), (384,), maps, problem, sums, given, shared_bytes=SHARED_BYTES
+        (blocks,), (384,), maps, problem, *places, shared_bytes=SHARED_BYTES
     )
 
 
@@ -90,13 +115,15 @@ def _arguments(problems):
     maps = np.zeros(2 * MAX_WEIGHTS, "V128")
     problem = np.zeros(MAX_WEIGHTS * WEIGHT.itemsize + 16, np.uint8)
     weights, tiles = problem[:-16].view(WEIGHT), 0
-    for i, (dz, x, out, accumulate) in enumerate(problems):
+    for i, (dz, x, out, accumulate, bias, accumulate_bias) in enumerate(problems):
         steps = out.shape[1], 1
         if _is_turned(out.shape):
             dz, x, steps = x, dz, steps[::-1]
         for j, y in enumerate((dz, x)):
             maps[2 * i + j] = tensor_maps.tensor_map(y[:, None], DEPTH)[0]
-        weights[i] = (out.data.ptr, dz.shape[1], x.shape[1], *steps, accumulate, tiles)
+        place = 0 if bias is None else bias.data.ptr
+        shape = dz.shape[1], x.shape[1]
+        weights[i] = (out.data.ptr, place, *shape, *steps, accumulate, accumulate_bias, tiles, 0)
         tiles += _tiles(out)
     groups, steps = -(-tiles // (2 * TEAM)), _steps(problems[0][0])
     problem[-16:].view(np.int32)[:3] = len(problems), groups, steps
@@ -124,9 +151,10 @@ def _steps(dz):
 
 
 def _workspaces(blocks):
-    """Return the addresses of partial tiles that blocks leave to others, and of their flags."""
+    """Return the addresses of what blocks leave to others: parts of tiles, of sums, and flags."""
     cuda = import_cupy().cuda
     device, stream = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
     sums = workspace(f"{NAME}: sums", blocks * ROWS * COLUMNS * 4, device, stream)
+    bias_sums = workspace(f"{NAME}: sums of biases", blocks * ROWS * 4, device, stream)
     given = workspace(f"{NAME}: given", blocks * 4, device, stream, zeroed=True)
-    return np.uint64(sums), np.uint64(given)
+    return np.uint64(sums), np.uint64(bias_sums), np.uint64(given)

@@ -80,6 +80,28 @@ def test_explain_names_the_library():
     assert "matmul by CuPy's cuBLAS" in str(found)
 
 
+@pytest.mark.parametrize("dtype, both", [(np.float32, True), (np.float64, False)])
+def test_a_bias_is_summed_with_the_deferred_gradient_of_its_weight(monkeypatch, dtype, both):
+    """Where both have one dtype, as a kernel writes them."""
+    deferred = []
+    monkeypatch.setattr(gradients.weight_gradients, "takes", lambda *_: True)
+    monkeypatch.setattr(gradients, "defer", lambda *given: not deferred.append(given))
+    monkeypatch.setattr(gradients, "matmul_and_sums", lambda *_: Reason("no library"))
+    monkeypatch.setattr(gradients, "launch_backward", lambda *given: (given[2], None))
+    x, dy = floats(ROWS, 384), floats(ROWS, 128)
+    into = None, (floats(128, 384), False), (np.zeros(128, dtype), True)
+    needs = (True, True, True)
+    saved = gradients.save("none", x, floats(128, 384), needs)
+    dx, *others = gradients.backward(saved, dy, needs=needs, into=into, activation=None)
+    assert dx.shape == x.shape and others == [None, None]
+    ((launch, given, reads, targets),) = deferred
+    assert launch is gradients.weight_gradients.launch and len(reads) == 2
+    assert len(targets) == (2 if both else 1) and targets[0] is into[1][0]
+    problem = gradients.weight_gradients.Problem(*given)
+    assert problem.out is into[1][0] and problem.accumulate_bias is both
+    assert problem.bias is (into[2][0] if both else None)
+
+
 @pytest.mark.parametrize("answer", ["done", Reason("cuBLASLt has no algorithm")])
 @pytest.mark.parametrize("slots", [False, True])
 def test_without_a_joint_launch_the_bias_is_summed_alone(monkeypatch, rng, answer, slots):

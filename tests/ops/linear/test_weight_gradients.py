@@ -26,8 +26,8 @@ KINDS = [(BFLOAT16, BFLOAT16), (np.float16, np.float32)]  # dtypes of the operan
 
 
 def problem(shapes, rows, kinds, seed=0):
-    """Return [(dz, x, place, accumulate)], the second accumulating, and the float64 results."""
-    rng, problems, want = np.random.default_rng(seed), [], []
+    """Return Problems, the second accumulating, and the float64 results: weights, then biases."""
+    rng, problems, want, sums = np.random.default_rng(seed), [], [], []
     for n, (out, into) in enumerate(shapes):
         dz, x = (rng.integers(-2, 3, (rows, width)).astype(kinds[0]) for width in (out, into))
         place = np.full((out, into), np.nan, kinds[1])
@@ -35,12 +35,25 @@ def problem(shapes, rows, kinds, seed=0):
             place[:] = rng.integers(-8, 9, place.shape)
         exact = dz.astype(np.float64).T @ x.astype(np.float64)
         want.append((exact + (place.astype(np.float64) if n == 1 else 0)).astype(kinds[1]))
-        problems.append((dz, x, place, n == 1))
-    return problems, want
+        bias = None
+        if not op._is_turned(place.shape):
+            bias = np.full(out, np.nan if n % 2 == 0 else 3, kinds[1])
+            sums.append((dz.astype(np.float64).sum(0) + 3 * (n % 2)).astype(kinds[1]))
+        problems.append(op.Problem(dz, x, place, n == 1, bias, n % 2 == 1))
+    return problems, want + sums
+
+
+def moved(problems, move):
+    """Return Problems whose arrays are elsewhere."""
+    return [
+        op.Problem(*(move(x) if isinstance(x, np.ndarray) else x for x in problem))
+        for problem in problems
+    ]
 
 
 def assert_equal(problems, want):
-    for (*_, place, _), exact in zip(problems, want, strict=True):
+    biases = [problem.bias for problem in problems if problem.bias is not None]
+    for place, exact in zip([problem.out for problem in problems] + biases, want, strict=True):
         np.testing.assert_array_equal(to_cpu(place).astype(np.float64), exact.astype(np.float64))
 
 
@@ -51,12 +64,13 @@ def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
     room = np.full((2 * pairs, op.ROWS * op.COLUMNS), np.nan, np.float32)
     given = np.zeros(2 * pairs, np.int32)
     monkeypatch.setattr(op, "TEAM", 1)
-    places = [np.uint64(x.ctypes.data) for x in (room, given)]
+    sums = np.full((2 * pairs, op.ROWS), np.nan, np.float32)
+    places = [np.uint64(x.ctypes.data) for x in (room, sums, given)]
     monkeypatch.setattr(op, "_workspaces", lambda blocks: places)
     problems, want = problem(shapes, rows, kinds)
-    problems = [(*map(emulator.as_array, arrays), add) for *arrays, add in problems]
+    problems = moved(problems, emulator.as_array)
     with emulator.Machine(seed=rows, multiprocessors=2 * pairs).in_place():
-        assert all(op.fits(*arrays) for *arrays, _ in problems)
+        assert all(op.fits(*problem[:3]) for problem in problems)
         op.launch_kernel(problems)
     assert_equal(problems, want)
     assert not given.any(), "a flag was not reset"
@@ -95,7 +109,7 @@ LETTERS = [(1536, 384), (384, 1536), (1152, 384), (384, 384)]
 def test_many_weights(hopper, monkeypatch, shapes, rows, kinds):
     monkeypatch.setattr(op, "MIN_STEPS", 0)
     problems, want = problem(shapes, rows, kinds, seed=rows)
-    problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
+    problems = moved(problems, hopper.asarray)
     before = kernels.launches[op.NAME]
     op.launch(problems)
     assert_equal(problems, want)
@@ -116,32 +130,35 @@ def test_flags_are_zeroed_before_any_launch_and_in_no_capture(monkeypatch):
     monkeypatch.setattr(scratch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(scratch, "_workspaces", {})
     for _ in range(2):
-        assert op._workspaces(12) == (64, 64)
+        assert op._workspaces(12) == (64, 64, 64)
     assert done == [(64, 0, 12 * 4, 78), "over"]
 
 
 def test_the_library_computes_gradients_of_few_tiles(hopper):
     problems, want = problem([(384, 384)], 4096, KINDS[1])
-    problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
+    problems = moved(problems, hopper.asarray)
     before = kernels.launches[op.NAME]
     op.launch(problems)
     assert_equal(problems, want)
     assert kernels.launches[op.NAME] == before
 
 
-def test_layers_defer_their_gradients(hopper, rng):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layers_defer_their_gradients(hopper, rng, with_bias):
     """A chain of layers needs one launch; a weight with an accumulated gradient is not deferred."""
     x, dy = (rng.standard_normal((4096, 384), np.float32).astype(BFLOAT16) for _ in range(2))
     weights = [rng.standard_normal((384, 384), np.float32) / 20 for _ in range(12)]
     weights = [hopper.asarray(w.astype(BFLOAT16)) for w in weights]
 
     def gradients(count, uses):
-        tensors = [Tensor(w, requires_grad=True) for w in weights[:count]]
+        layers = [[w, hopper.zeros(384, BFLOAT16)][: 1 + with_bias] for w in weights[:count]]
+        layers = [[Tensor(x, requires_grad=True) for x in layer] for layer in layers]
+        tensors = [tensor for layer in layers for tensor in layer]
         for tensor in tensors:
             tensor.grad_slot = hopper.full(tensor.data.shape, np.nan, np.float32)
         y = Tensor(hopper.asarray(x), requires_grad=True)
-        for tensor in tensors * uses:
-            y = linear(y, tensor)
+        for layer in layers * uses:
+            y = linear(y, *layer)
         before = kernels.launches[op.NAME]
         with side_stream.enabled(y.data):
             y.backward(hopper.asarray(dy))
