@@ -1,6 +1,7 @@
-// The gradient of causal self-attention for Hopper in one launch, for up to 256 tokens and heads of up to 64 columns. A block
-// computes a whole head at a time, so that dq, dk and dv are complete sums in registers, in a fixed order.
-// Constants: scalar = f16, bf16; DROPOUT = false, true
+// The gradient of self-attention for Hopper in one launch, for up to 256 tokens (without a causal mask: 193 to 256) and heads of
+// up to 64 columns. A block computes a whole head at a time, so that dq, dk and dv are complete sums, in a fixed order.
+// Constants: scalar = f16, bf16; CAUSAL = true; DROPOUT = false, true
+// Constants: scalar = f16, bf16; CAUSAL = false; DROPOUT = false
 // Launch:    grid = (min(sequences * heads, SMs),), block = (512,), shared = SHARED bytes; not packed, group = 1
 //            dependent: flash_attention_backward_head
 // Arch: sm_90a
@@ -11,7 +12,9 @@
 // Two warpgroups compute dK and dV, everything transposed, each for two blocks of keys in sequence: 3 and 0, 2 and 1, which
 // are equally many steps under a causal mask; for each block of keys the queries come from the last block on. S^T of the next
 // step, at the end of the next head, overlaps with dV and dK. A third warpgroup computes dQ from the dS of both, alternately.
-// At most two blocks of dQ are incomplete at a time: one of an even and one of an odd number.
+// Under a causal mask at most two blocks of dQ are incomplete at a time: one of an even and one of an odd number. Without one,
+// all four are: the second block of keys goes through the queries in the other direction, so that two stay in registers, and
+// the sums of two wait in shared memory. The next head's queries take the stages in the order in which they become free.
 // TMA loads blocks into the stages of two rings, queries with dout and keys with values, some of them for the next head. The
 // warpgroup of dQ is the last to read a block, so it also issues the loads. The fourth warpgroup computes delta and lse and
 // samples dropout's words, 16 rows of every block per warp.
@@ -26,16 +29,18 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int STAGES = 5;                                      // of each ring
+constexpr int STAGES = CAUSAL ? 5 : 4;                         // of each ring
 constexpr int TILE = 64 * 128, STAGE_BYTES = 2 * TILE;         // bytes of 64 rows; of q and dout, or k and v
-constexpr int COMPUTE_REGISTERS = 176, DQ_REGISTERS = 96, ROW_REGISTERS = 64;  // with 512 threads a launch gives 128
+constexpr int COMPUTE_REGISTERS = CAUSAL ? 176 : 168, DQ_REGISTERS = CAUSAL ? 96 : 112, ROW_REGISTERS = 64;
+// with 512 threads a launch gives 128
 static_assert(2 * COMPUTE_REGISTERS + DQ_REGISTERS + ROW_REGISTERS == 4 * 128,
               "flash_attention_backward_hopper_head.cu: setmaxnreg would wait forever");
-// Shared memory, in bytes from shared_base() on: two rings; for each computing warpgroup dS of two steps and a staged dV; for
-// each stage lse, delta, words of queries and words of keys; barriers of each stage and each dS.
+// Shared memory, in bytes from shared_base() on: two rings; for each computing warpgroup dS of two steps and a staged dV; sums
+// of dQ; for each stage lse, delta, words of queries and words of keys; barriers of each stage and each dS.
 constexpr int ROW_BYTES = 4 * BOUNDS, KEY_ROW_BYTES = 4 * KEY_WORDS;  // words of 16 queries, of 16 keys
 constexpr int WORD_BYTES = DROPOUT ? 4 * ROW_BYTES + 16 : 0, KEY_WORD_BYTES = DROPOUT ? 4 * KEY_ROW_BYTES : 0;
-constexpr int QUERIES = 0, KEYS = STAGES * STAGE_BYTES, DS = 2 * KEYS, STAGED = DS + 4 * TILE, LSE = STAGED + 2 * TILE;
+constexpr int QUERIES = 0, KEYS = STAGES * STAGE_BYTES, DS = 2 * KEYS, STAGED = DS + 4 * TILE, SUMS = STAGED + 2 * TILE;
+constexpr int SUM_BYTES = 64 * 64 * 4, LSE = SUMS + (CAUSAL ? 0 : 2 * SUM_BYTES);
 constexpr int DELTA = LSE + STAGES * 256, WORDS = DELTA + STAGES * 256, WORDS_OF_KEYS = WORDS + STAGES * WORD_BYTES;
 constexpr int KEYS_FULL = WORDS_OF_KEYS + STAGES * KEY_WORD_BYTES, QUERIES_FULL = KEYS_FULL + 8 * STAGES;
 constexpr int ROWS_FULL = QUERIES_FULL + 8 * STAGES, WORDS_FULL = ROWS_FULL + 8 * STAGES;
@@ -51,10 +56,23 @@ __device__ __forceinline__ int keys_of(int turn, int blocks) {
     return turn < blocks - 2 ? blocks - 1 - turn : turn - max(blocks - 2, 0);
 }
 __device__ __forceinline__ int turn_of_keys(int j, int blocks) { return j > 1 ? blocks - 1 - j : max(blocks - 2, 0) + j; }
+// The place in the ring of the block of queries that is loaded at a turn, after `before` blocks of earlier heads.
+__device__ __forceinline__ Ring ring_of_queries(u32 before, int turn) {
+    if (CAUSAL) return Ring(before + turn);
+    Ring ring;
+    ring.parity = before / STAGES % 2;
+    ring.stage = ring.parity ? STAGES - 1 - turn : turn;
+    return ring;
+}
 // The last block of queries that sees keys of block j; the first one is j.
 __device__ __forceinline__ int last_seeing(const Attention& a, int j, int blocks) {
     return min(blocks - 1, (64 * j + 63 + a.left) / 64);
 }
+// The queries that a warpgroup begins keys of block j with, and whether it ends them with queries of block i.
+__device__ __forceinline__ int first_queries(const Attention& a, int j, int blocks) {
+    return CAUSAL ? last_seeing(a, j, blocks) : j > 1 ? blocks - 1 : 0;
+}
+__device__ __forceinline__ bool is_last(int i, int j) { return i == (CAUSAL ? j : j > 1 ? 0 : 3); }
 
 struct Head { int number, head; };
 __device__ __forceinline__ Head head_at(const Attention& a, int index) { return {index / a.heads, index % a.heads}; }
@@ -159,7 +177,14 @@ __device__ __forceinline__ void probabilities(float (&st)[32], u32 shared, const
         st[e + 3] = exp2_fast(st[e + 3] * scale_log2 - x.y);
         if (DROPOUT && e % 8) mark_weights(&st[e - 4], words, bounds, key_words);
     }
-    if (i == j || 64 * j + a.left < 64 * i + 63) {
+    if (!CAUSAL) {
+        const int row = 64 * j + thread / 32 * 16 + lane / 4;
+        if (64 * j + 64 > a.keys) {
+#pragma unroll
+            for (int e = 0; e < 32; ++e)
+                if (row + (e & 2) * 4 >= a.keys) st[e] = 0.f;
+        }
+    } else if (i == j || 64 * j + a.left < 64 * i + 63) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int low = 64 * (j - i) + thread / 32 * 16 + lane / 4 + 8 * r - 2 * (lane % 4), high = low + a.left;
@@ -204,6 +229,23 @@ __device__ __forceinline__ void store_gradient(u32 tile, float (&d)[32], float f
 __device__ __forceinline__ void clear(float (&d)[32]) {
 #pragma unroll
     for (int e = 0; e < 32; ++e) d[e] = 0.f;
+}
+
+// A thread's sums of dQ, in shared memory between the two blocks of keys of a warpgroup.
+__device__ __forceinline__ void add_sums(float (&dq)[32], u32 from) {
+    from += threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int e = 0; e < 32; e += 4) {
+        const uint4 x = load_shared_uint4(from + e * 512);
+        dq[e] += __uint_as_float(x.x), dq[e + 1] += __uint_as_float(x.y);
+        dq[e + 2] += __uint_as_float(x.z), dq[e + 3] += __uint_as_float(x.w);
+    }
+}
+__device__ __forceinline__ void move_sums(u32 to, float (&dq)[32]) {
+    to += threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int e = 0; e < 32; e += 4) store_shared(to + e * 512, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    clear(dq);
 }
 
 // Adds dS K of a step to dq; `overlap` runs during the product.
@@ -256,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
         mbar_init_done();
     }
     __syncthreads();
-    const int heads = a.sequences * a.heads, blocks = (a.queries + 63) / 64;
+    const int heads = a.sequences * a.heads, blocks = CAUSAL ? (a.queries + 63) / 64 : 4;
     const int warp = threadIdx.x / 32 % 4;
     u32 before = 0;  // number of blocks of earlier heads
 
@@ -266,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
         const float keep = 1.f / a.keep_scale;
         const int row0 = 16 * warp;  // this warp's first row of every block
         int index = blockIdx.x, turn = 0;
-        Ring q_state(0);
+        Ring q_state = ring_of_queries(0, 0);
         Rows rows = load_rows(a, head_at(a, index), 64 * queries_of(0, blocks) + row0, out, lse);
         while (index < heads) {
             const Head h = head_at(a, index);
@@ -297,6 +339,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
             release(shared + ROWS_FULL + 8 * q_state.stage);
             q_state.next();
             if (++turn == blocks) turn = 0, index += gridDim.x;
+            if (!CAUSAL) {
+                if (turn == 0) before += blocks;
+                q_state = ring_of_queries(before, turn);
+            }
             if (index < heads)
                 rows = load_rows(a, head_at(a, index), 64 * queries_of(turn, blocks) + row0, out, lse);
         }
@@ -326,15 +372,18 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
         u32 steps[2] = {0, 0}, pending = 0;  // the empty barrier of a tile of dS that TMA still reads, or 0
         for (int index = blockIdx.x; index < heads; index += gridDim.x, before += blocks) {
 #pragma unroll 1
-            for (int n = 0; n < 2 * (blocks + blocks / 4); ++n) {  // step n / 2 of warpgroup n % 2
-                const int w = n % 2, first_steps = max(blocks - 3 + w, 0);
-                const int j = n / 2 < first_steps ? 3 - w : w, i = blocks - 1 - n / 2 + (n / 2 < first_steps ? 0 : first_steps);
-                if (i < j || i > last_seeing(a, j, blocks)) continue;
+            for (int n = 0; n < 2 * (CAUSAL ? blocks + blocks / 4 : 2 * blocks); ++n) {  // step n / 2 of warpgroup n % 2
+                const int w = n % 2, first_steps = CAUSAL ? max(blocks - 3 + w, 0) : blocks;
+                const bool first = n / 2 < first_steps;
+                const int j = first ? 3 - w : w;
+                const int i = first ? blocks - 1 - n / 2 : CAUSAL ? blocks - 1 - n / 2 + first_steps : n / 2 - blocks;
+                if (CAUSAL && (i < j || i > last_seeing(a, j, blocks))) continue;
                 const u32 number = w ? steps[1]++ : steps[0]++, tile = 2 * w + number % 2;
                 const Ring k_state(before + turn_of_keys(j, blocks));
                 mbar_wait(shared + KEYS_FULL + 8 * k_state.stage, k_state.parity);
                 mbar_wait(shared + DS_FULL + 8 * tile, number / 2 & 1);
-                const bool last = j == max(min(i, 1), max(0, 64 * i - a.left) / 64);
+                const bool last = j == (CAUSAL ? max(min(i, 1), max(0, 64 * i - a.left) / 64) : 1);
+                const bool last_of_keys = is_last(i, j);
                 const u32 ds_tile = shared + DS + tile * TILE, keys = shared + KEYS + k_state.stage * STAGE_BYTES;
                 const auto release_ds = [&] {  // for a tile of dS in which dQ was staged
                     if (!pending || threadIdx.x % 32) return;
@@ -343,15 +392,25 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
                 };
                 if (i % 2) add_dq(odd, ds_tile, keys, release_ds);
                 else add_dq(even, ds_tile, keys, release_ds);
+                const u32 sums = shared + SUMS + i % 2 * SUM_BYTES;  // of queries 2 and 3
+                if (!CAUSAL && i > 1 && j == 2) {
+                    if (i % 2) move_sums(sums, odd);
+                    else move_sums(sums, even);
+                }
                 pending = last ? shared + DS_EMPTY + 8 * tile : 0;
                 if (!last) release(shared + DS_EMPTY + 8 * tile);
-                if (!last && i != j) continue;
+                if (!last && !last_of_keys) continue;
                 bar_sync(DQ_WARPS, 128);  // these keys and dS have been read: load the block STAGES later
                 const int turn_of_i = turn_of_queries(i, blocks), turn_of_j = turn_of_keys(j, blocks);
-                if (threadIdx.x % 128 == 0 && i == j) load_keys(index, turn_of_j + STAGES, k_state.stage);
-                if (threadIdx.x % 128 == 32 && last) load_queries(index, turn_of_i + STAGES, Ring(before + turn_of_i).stage);
+                const int turn = CAUSAL ? turn_of_i + STAGES : 2 * blocks - 1 - turn_of_i;  // of what takes the queries' stage
+                if (threadIdx.x % 128 == 0 && last_of_keys) load_keys(index, turn_of_j + STAGES, k_state.stage);
+                if (threadIdx.x % 128 == 32 && last) load_queries(index, turn, ring_of_queries(before, turn_of_i).stage);
                 __syncwarp();
                 if (!last) continue;
+                if (!CAUSAL && i > 1) {
+                    if (i % 2) add_sums(odd, sums);
+                    else add_sums(even, sums);
+                }
                 if (i % 2) {
                     store_gradient(ds_tile, odd, a.scale * a.keep_scale);
                     clear(odd);
@@ -375,11 +434,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
         const int w = warpgroup(), lane = threadIdx.x % 32;
         if (w >= blocks) return;
         const u32 staged = shared + STAGED + w * TILE;
-        int index = blockIdx.x, j = blocks > 3 - w ? 3 - w : w, i = last_seeing(a, j, blocks);
+        int index = blockIdx.x, j = blocks > 3 - w ? 3 - w : w, i = first_queries(a, j, blocks);
         const u32 of_lane = WORDS_OF_KEYS + warp * KEY_ROW_BYTES + lane % 4 * 64 + lane / 4 * 4;
         uint2 words = {};
         bool new_keys = true;
-        Ring q_state(before + turn_of_queries(i, blocks)), k_state(before + turn_of_keys(j, blocks));
+        Ring q_state = ring_of_queries(before, turn_of_queries(i, blocks)), k_state(before + turn_of_keys(j, blocks));
         u32 keys = shared + KEYS + k_state.stage * STAGE_BYTES;
         float st[32], dk[32], dv[32];
         clear(dk);
@@ -418,20 +477,23 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
             wgmma_commit();
             // find the next step and issue its S^T
             const int done = j, of = index;
-            const bool complete = i == j;
+            const bool complete = is_last(i, j);
             if (complete) {
                 if (j == w) index += gridDim.x, before += blocks;
                 j = j == w && blocks > 3 - w ? 3 - w : w;
-                i = last_seeing(a, j, blocks);
+                i = first_queries(a, j, blocks);
                 if (index < heads) {
-                    q_state = Ring(before + turn_of_queries(i, blocks));
+                    q_state = ring_of_queries(before, turn_of_queries(i, blocks));
                     const Ring next_k(before + turn_of_keys(j, blocks));
                     keys = shared + KEYS + next_k.stage * STAGE_BYTES;
                     mbar_wait(shared + KEYS_FULL + 8 * next_k.stage, next_k.parity);
                 }
-            } else {
+            } else if (CAUSAL) {
                 --i;
                 q_state.next();
+            } else {
+                i += j > 1 ? -1 : 1;
+                q_state.stage += (j > 1) != q_state.parity ? 1 : -1;
             }
             if (index < heads) mbar_wait(shared + QUERIES_FULL + 8 * q_state.stage, q_state.parity);
             keep_live(st); wgmma_fence();

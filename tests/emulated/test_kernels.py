@@ -43,6 +43,12 @@ CAUSAL_HEADS = {  # six heads per thread block: T, (D, Dv), dropout, dtype, scal
     "logits that grow by a factor of 2^60": (250, (64, 64), 0.2, BFLOAT16, 300),
     "one block": (60, (64, 64), 0.5, BFLOAT16, 1),
 }
+# six heads per thread block: T, (D, Dv), dtype, what is added to the first number of each key
+FULL_HEADS = {
+    "four blocks, the last of five tokens": (197, (64, 64), BFLOAT16, 0),
+    "four whole blocks, smaller heads": (256, (40, 24), np.float16, 0),
+    "sums of exponentials near 2^-400": (200, (64, 64), BFLOAT16, -200),
+}
 MISTAKES = {
     1: "fewer bytes expected than copied",
     2: "no wait for the copies",
@@ -126,6 +132,33 @@ def test_causal_attention_by_whole_heads(case):
     (want, want_lse), _ = reference.forward(*widened, *[None] * 6, **rest)
     np.testing.assert_allclose(out.astype(np.float32), want, atol=2**-8 * abs(want).max())
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", sampled(FULL_HEADS, 1))
+def test_gradient_without_a_mask_by_whole_heads(case):
+    T, (D, Dv), dtype, added = FULL_HEADS[case]
+    rng = np.random.default_rng(T)
+    q, k, v, dout = (rng.standard_normal((3, T, 4, size), np.float32) for size in (D, D, Dv, Dv))
+    if added:
+        q[..., 0], k[..., 0] = D**0.5, k[..., 0] + added
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+    params = {
+        "window": (None, None), "align": "top_left", "scale": D**-0.5, "softcap": None,
+        "dropout_p": 0.0, "key": None, "max_seqlen_q": T, "max_seqlen_k": T,
+        "deterministic": False,
+    }  # fmt: skip
+    rest = {"needs": [True] * 3 + [False] * 6, "into": [None] * 9, **params}
+    machine = emulator.Machine(seed=T, backward_impl="raw-hopper-head")
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    del (given := dict(rest))["into"]
+    (out, lse), saved = reference.forward(q, k, v, *[None] * 6, **given)
+    assert added == 0 or lse.max() < -180
+    found = machine.backward(saved, dout, None, **rest)
+    widened = [None if x is None else x.astype(np.float32) for x in saved]
+    wanted = reference.backward(widened, dout.astype(np.float32), None, **rest)
+    for x, want in zip(found[:3], wanted[:3], strict=True):
+        x, want = (y.astype(np.float32)[..., bool(added) :] for y in (x, want))  # first: roundings
+        np.testing.assert_allclose(x, want, atol=2**-7 * abs(want).max())
 
 
 def check(number, machine):

@@ -1,4 +1,6 @@
-"""raw-hopper-head, causal self-attention with a thread block per head, in one launch per direction.
+"""raw-hopper-head, self-attention with a thread block per head, in one launch per direction.
+
+Forward: under a causal mask. The gradient without one as well, where it was measured faster.
 
 Kernels: ``rawkernels/flash_attention_{forward,backward}_hopper_head.cu``.
 """
@@ -22,11 +24,14 @@ BACKWARD_FILE = "attention/flash_attention_backward_hopper_head.cu"
 FORWARD, BACKWARD = "flash_attention_forward_head", "flash_attention_backward_head"  # kernels
 MAX_LENGTH, MAX_HEAD_DIM = 256, 64
 MIN_FASTER_LENGTH = 97  # for shorter sequences raw-hopper was measured faster
+MIN_FULL_LENGTH = 193  # of the gradient without a causal mask, which has four blocks
 MAX_ROWS = 2**31  # of all heads, for 32-bit offsets
 BLOCK, BLOCK_BYTES = 64, 8192  # rows of a block of q, k or v, and its bytes
 FORWARD_THREADS, FORWARD_BLOCKS = 640, 4  # blocks of a head
 FORWARD_WORD_BYTES = 14 << 10  # of a head in the tables of dropout
-BACKWARD_THREADS, BACKWARD_STAGES = 512, 5  # blocks of queries in shared memory at a time
+BACKWARD_THREADS = 512
+BACKWARD_STAGES = {True: 5, False: 4}  # causal or not: blocks of queries in shared memory at a time
+BACKWARD_SUMS = {True: 0, False: 2 * 64 * 64 * 4}  # bytes of sums of dq
 BACKWARD_ROW_BYTES, BACKWARD_WORD_BYTES = 512, 2064 + 1024  # of a block: lse and delta; dropout
 
 
@@ -34,8 +39,8 @@ BACKWARD_ROW_BYTES, BACKWARD_WORD_BYTES = 512, 2064 + 1024  # of a block: lse an
 
 
 def _refuse(
-    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, softcap, max_seqlen_q,
-    max_seqlen_k, **_,
+    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, softcap, max_seqlen_q, max_seqlen_k,
+    **_,
 ):  # fmt: skip
     """Return why neither direction can run here, or None."""
     if reason := kernel_refusal(q, "q"):
@@ -45,8 +50,6 @@ def _refuse(
             f"the longest lengths of queries and keys are {max_seqlen_q} and {max_seqlen_k}, the "
             f"kernel takes equal ones up to {MAX_LENGTH}"
         )
-    if window[1] != 0:
-        return "there is no causal mask, the kernel takes causal self-attention"
     features = {
         "bias": bias, "key_lengths": key_lengths, "cu_seqlens": cu_q, "alibi_slopes": slopes,
         "sink": sink, "softcap": softcap or None,
@@ -81,9 +84,11 @@ def refuse_forward(
 
     Depends on no number of sequences or heads, so neither do the bits of a sequence.
     """
-    params |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "window": window}
+    params |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if reason := _refuse(*inputs, **params):
         return reason
+    if window[1] != 0:
+        return "there is no causal mask, the kernel takes causal self-attention"
     if window[0] is not None and window[0] < max_seqlen_k:
         return f"the window ends {window[0]} keys to the left, the kernel takes no such limit"
     if scale <= 0:
@@ -91,10 +96,23 @@ def refuse_forward(
     return _refuse_short(max_seqlen_q)
 
 
-def refuse_backward(*inputs: Any, max_seqlen_q: int, **params: Any) -> str | None:
+def refuse_backward(
+    *inputs: Any, max_seqlen_q: int, window: tuple, dropout_p: float, **params: Any
+) -> str | None:
     """Return why the gradient does not run here, or None."""
     if reason := _refuse(*inputs, max_seqlen_q=max_seqlen_q, **params):
         return reason
+    if window[1] != 0:
+        if window != (None, None) or drops(dropout_p):
+            return (
+                f"there is no causal mask, and the window is {window}, dropout_p {dropout_p}; "
+                "without a mask the kernel takes (None, None) and 0"
+            )
+        if max_seqlen_q < MIN_FULL_LENGTH:
+            return (
+                f"there is no causal mask, and the sequences have {max_seqlen_q} tokens; without "
+                f"one the kernel takes {MIN_FULL_LENGTH} to {MAX_LENGTH}"
+            )
     if reason := _refuse_short(max_seqlen_q):
         return reason
     q = inputs[0]
@@ -116,11 +134,11 @@ def forward_shared_bytes(dropout: bool) -> int:
     return 1024 + 2 * (3 * FORWARD_BLOCKS * BLOCK_BYTES + words + 72)
 
 
-def backward_shared_bytes(dropout: bool) -> int:
+def backward_shared_bytes(dropout: bool, causal: bool) -> int:
     """Return the shared memory of a thread block, as the kernel lays it out."""
     words = BACKWARD_WORD_BYTES if dropout else 0
     stage = 4 * BLOCK_BYTES + BACKWARD_ROW_BYTES + words + 4 * 8
-    return 1024 + BACKWARD_STAGES * stage + 6 * BLOCK_BYTES + 64
+    return 1024 + BACKWARD_STAGES[causal] * stage + 6 * BLOCK_BYTES + BACKWARD_SUMS[causal] + 64
 
 
 def _grid(launch, q):
@@ -166,14 +184,14 @@ def describe(q: Array, *others: Any, **params: Any) -> dict[str, Any]:
     return found | {"tiles": tiles, "waves": waves, "limit": limit}
 
 
-def compile_backward(q: Array, *_: Any, dropout_p: float, **__: Any) -> None:
+def compile_backward(q: Array, *_: Any, window: tuple, dropout_p: float, **__: Any) -> None:
     """Start to compile the kernel of the gradient."""
-    _compile_backward(q.device.id, q.dtype, drops(dropout_p))
+    _compile_backward(q.device.id, q.dtype, window[1] == 0, drops(dropout_p))
 
 
 @functools.lru_cache
-def _compile_backward(device, dtype, dropout):
-    kernels.compile_ahead(BACKWARD_FILE, scalar=ctype(dtype), DROPOUT=dropout)
+def _compile_backward(device, dtype, causal, dropout):
+    kernels.compile_ahead(BACKWARD_FILE, scalar=ctype(dtype), CAUSAL=causal, DROPOUT=dropout)
 
 
 def backward(
@@ -186,12 +204,14 @@ def backward(
     xp = get_xp(q)
     out, dout = (xp.ascontiguousarray(x) if refusal(x, "x") else x for x in (out, dout))
     dq, dk, dv = gradient_arrays((q, k, v), into)
+    causal = params["window"][1] == 0
     launch = Launch(q, k, v, *extras, **params, key=key, dropout_p=dropout_p, out=out, tables=False)
     maps = [tensor_map(x, BLOCK) for x in (q, dout, k, v)]
     maps += [tensor_map(x, 16) for x in (dq, dk, dv)]  # the rows that one warp stores
     random = _dropout_arguments(launch, dropout_p, key)
-    kernel(BACKWARD_FILE, BACKWARD, scalar=ctype(q.dtype), DROPOUT=launch.dropout)(
+    constants = {"scalar": ctype(q.dtype), "CAUSAL": causal, "DROPOUT": launch.dropout}
+    kernel(BACKWARD_FILE, BACKWARD, **constants)(
         _grid(launch, q), (BACKWARD_THREADS,), *maps, launch.problem, out, lse, dlse, *random,
-        shared_bytes=backward_shared_bytes(launch.dropout),
+        shared_bytes=backward_shared_bytes(launch.dropout, causal),
     )  # fmt: skip
     return dq, dk, dv, *(None,) * 6

@@ -118,8 +118,10 @@ def forms(p, card):
         return "raw-ampere", "raw-ampere" if sixteen else "raw-simt"
 
     features = p.bias, p.softcap, p.slopes or None, p.sink or None, p.key_lengths or None
-    whole = not p.packed and all(x is None for x in features) and p.causal and p.Hk == p.H
+    whole = not p.packed and all(x is None for x in features) and p.Hk == p.H
     whole = whole and 97 <= p.T == p.S <= 256 and size <= 64 and p.B * p.T > 0
+    full = whole and not p.causal and p.T > 192 and p.window is None and not p.dropout_p
+    whole = whole and p.causal
     unbounded = p.window is None or p.window >= p.S
     forward = "raw-hopper-head" if whole and unbounded and p.scale > 0 else "raw-hopper"
     extras = p.bias or p.slopes or p.softcap
@@ -130,16 +132,21 @@ def forms(p, card):
     if p.softcap and p.bias and p.bias != "bool" and p.wanting:
         return forward, "raw-ampere"
     heads = p.B * p.H
-    if whole and heads >= card.multiprocessors:
+    if (whole or full) and heads >= card.multiprocessors:
         return forward, "raw-hopper-head"
     return forward, "raw-hopper"
 
 
 def draw(rng):
     """Return a problem with few features: with many, most problems would select one form."""
-    if rng.random() < 0.2:  # causal self-attention, in which whole heads may be computed
-        T, (B, H) = rng.choice([96, 97, 150, 256, 257]), rng.choice([(2, 6), (12, 11), (40, 4)])
-        given = rng.choice([{}, {}, {"window": 100}, {"window": 256}, {"scale": -1.0}])
+    if rng.random() < 0.2:  # self-attention in which whole heads may be computed
+        T, (B, H) = (
+            rng.choice([96, 97, 192, 193, 256, 257]),
+            rng.choice([(2, 6), (12, 11), (40, 4)]),
+        )
+        given = rng.choice(
+            [{}, {}, {"window": 100}, {"window": 256}, {"scale": -1.0}, {"causal": False}]
+        )
         return Problem(rng.choice(["float16", "bfloat16"]), B, T, T, H, H, **given)
     T = rng.choice(LENGTHS)
     B, H = rng.choice([(1, 4), (2, 6), (12, 11), (40, 4), (0, 4)])

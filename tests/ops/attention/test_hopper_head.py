@@ -20,8 +20,11 @@ def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, dropout
     size = hopper_head.forward_shared_bytes(dropout)
     log = check_hopper_compiles(hopper_head.FORWARD_FILE, size, DROPOUT=dropout)
     assert "C75" not in log, log
-    size = hopper_head.backward_shared_bytes(dropout)
-    check_hopper_compiles(hopper_head.BACKWARD_FILE, size, DROPOUT=dropout)
+    for causal in (True,) if dropout else (True, False):
+        size = hopper_head.backward_shared_bytes(dropout, causal)
+        constants = {"CAUSAL": causal, "DROPOUT": dropout}
+        log = check_hopper_compiles(hopper_head.BACKWARD_FILE, size, **constants)
+        assert "C75" not in log, log
 
 
 RUNS, SLOWER = "runs", "slower"
@@ -35,8 +38,12 @@ CASES = [  # changes; forward and gradient: RUNS, SLOWER, or the text of the ref
     ({"scale": -1.0}, "scale is -1.0", RUNS),
     ({"T": 200, "S": 256}, "200 and 256, the kernel takes equal ones up to 256", None),
     ({"T": 257}, "257 and 257", None),
-    ({"window": (None, None)}, "no causal mask", None),
-    ({"window": (None, 1)}, "no causal mask", None),
+    ({"window": (None, None)}, "no causal mask", RUNS),
+    ({"window": (None, None), "T": 193}, "no causal mask", RUNS),
+    ({"window": (None, None), "T": 192}, "no causal mask", "192 tokens"),
+    ({"window": (None, None), "dropout_p": 0.1}, "no causal mask", "dropout_p 0.1"),
+    ({"window": (None, None), "B": 1}, "no causal mask", SLOWER),
+    ({"window": (None, 1)}, "no causal mask", "the window is (None, 1)"),
     ({"D": 72}, "the head size is 72", None),
     ({"Dv": 72}, "the head size is 72", None),
     ({"Hk": 3}, "q has 6 heads, k has 3", None),
@@ -72,14 +79,15 @@ def case(gpu, **changes):
     return inputs, params
 
 
-@pytest.mark.parametrize(
-    "T, left, p", [(256, None, 0.2), (256, 100, 0), (200, None, 0), (128, 40, 0.2)]
-)
-def test_gradients_of_several_heads_of_each_block(gpu, T, left, p):
+@pytest.mark.parametrize("T, window, p", [
+    (256, (None, 0), 0.2), (256, (100, 0), 0), (200, (None, 0), 0), (128, (40, 0), 0.2),
+    (197, (None, None), 0), (256, (None, None), 0),
+])  # fmt: skip
+def test_gradients_of_several_heads_of_each_block(gpu, T, window, p):
     """The result is close to raw-hopper's, and repeated calls give equal bits."""
     key = rng.Key(3, 1, 2) if p else None
     case(gpu)  # skips on other GPUs
-    inputs, params = arguments(gpu, B=64, T=T, S=T, window=(left, 0), dropout_p=p, key=key)
+    inputs, params = arguments(gpu, B=64, T=T, S=T, window=window, dropout_p=p, key=key)
     needs = (True,) * 3 + (False,) * 6
     assert FORM.refuse_backward(*inputs, needs=needs, **params) is None
     dout = arguments(gpu, B=64, T=T, S=T)[0][1]  # values that differ from q's
