@@ -31,8 +31,7 @@
 
 constexpr int STAGES = CAUSAL ? 5 : 4;                         // of each ring
 constexpr int TILE = 64 * 128, STAGE_BYTES = 2 * TILE;         // bytes of 64 rows; of q and dout, or k and v
-constexpr int COMPUTE_REGISTERS = CAUSAL ? 176 : 168, DQ_REGISTERS = CAUSAL ? 96 : 112, ROW_REGISTERS = 64;
-// with 512 threads a launch gives 128
+constexpr int COMPUTE_REGISTERS = 176, DQ_REGISTERS = 96, ROW_REGISTERS = 64;  // with 512 threads a launch gives 128
 static_assert(2 * COMPUTE_REGISTERS + DQ_REGISTERS + ROW_REGISTERS == 4 * 128,
               "flash_attention_backward_hopper_head.cu: setmaxnreg would wait forever");
 // Shared memory, in bytes from shared_base() on: two rings; for each computing warpgroup dS of two steps and a staged dV; sums
@@ -153,6 +152,9 @@ __device__ __forceinline__ void mark_weights(float* weight, uint4 words, u32 bou
     for (int n = 0; n < 8; ++n) weight[n] = mark_dropped(weight[n], kept[n % 2], n / 2);
 }
 
+// Whether a block of queries has at most 16: then the other weights are zeros.
+__device__ __forceinline__ bool has_few(const Attention& a, int i) { return !CAUSAL && 64 * i + 16 >= a.queries; }
+
 // Turns S^T of query block i (stage q_state) and key block j into P^T.
 __device__ __forceinline__ void probabilities(float (&st)[32], u32 shared, const Attention& a, int i, int j,
                                               const Ring& q_state, uint2 key_words) {
@@ -161,10 +163,9 @@ __device__ __forceinline__ void probabilities(float (&st)[32], u32 shared, const
     const int lane = thread % 32;
     const u32 lse = shared + LSE + 256 * q_state.stage + lane % 4 * 8;
     const float scale_log2 = a.scale * LOG2E;
-#pragma unroll
-    for (int e = 0; e < 32; e += 4) {
-        uint4 words;
-        u32 bounds;
+    uint4 words;
+    u32 bounds;
+    const auto weigh = [&](int e) {
         if (DROPOUT && e % 8 == 0) {
             const u32 from = shared + WORDS + q_state.stage * WORD_BYTES;
             words = load_shared_uint4(from + e / 8 * ROW_BYTES + 16 * lane);
@@ -176,6 +177,15 @@ __device__ __forceinline__ void probabilities(float (&st)[32], u32 shared, const
         st[e + 2] = exp2_fast(st[e + 2] * scale_log2 - x.x);
         st[e + 3] = exp2_fast(st[e + 3] * scale_log2 - x.y);
         if (DROPOUT && e % 8) mark_weights(&st[e - 4], words, bounds, key_words);
+    };
+#pragma unroll
+    for (int e = 0; e < 8; e += 4) weigh(e);
+    if (has_few(a, i)) {
+#pragma unroll
+        for (int e = 8; e < 32; ++e) st[e] = 0.f;
+    } else {
+#pragma unroll
+        for (int e = 8; e < 32; e += 4) weigh(e);
     }
     if (!CAUSAL) {
         const int row = 64 * j + thread / 32 * 16 + lane / 4;
