@@ -108,6 +108,14 @@ def test_keys_after_manual_seed_repeat_and_are_no_keys_of_a_run():
     assert len({*drawn[0], *drawn[2], *run}) == 9
 
 
+def test_after_all_streams_of_a_seed_comes_another_seed():
+    with rng.replay((5, 7)):
+        early = rng.as_key(None)
+    with rng.replay((5, (1 << 32) + 7)):
+        late = rng.as_key(None)
+    assert early.stream == late.stream == 7 and early.seed != late.seed
+
+
 def unseeded(function, *args):
     """Call a function where ``manual_seed`` was never called."""
     return contextvars.Context().run(function, *args)
