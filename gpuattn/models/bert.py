@@ -170,6 +170,11 @@ class Bert(Module):
         Raises ValueError for a text longer than ``max_length``.
         """
         tokens = as_array(raw(tokens), "Bert", "tokens")
+        texts = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+        if texts and tokens.size == texts * (max_seqlen or 0):  # all are of one length: a batch
+            whole = None if types is None else types.reshape(texts, -1)
+            states = self.states(tokens.reshape(texts, -1), whole, order=order)
+            return np.reshape(states, (tokens.size, -1))
         length, most = max_seqlen or tokens.shape[-1], self.config.max_length
         if length > most:
             accepted = f"up to max_length, {most}"

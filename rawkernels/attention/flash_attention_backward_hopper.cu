@@ -6,7 +6,7 @@
 //            DETERMINISTIC = false, true; CHAINED = false
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = false; DROPOUT = false; BIASED = true (a bias of 16-bit numbers,
 //            loaded by TMA, and nothing else); DETERMINISTIC = false, true; CHAINED = false
-// Constants: scalar = f16, bf16; WIDTH = 64; EXTRAS = false; DROPOUT = false; BIASED = false; DETERMINISTIC = false;
+// Constants: scalar = f16, bf16; WIDTH = 64; EXTRAS = false; DROPOUT = false, true; BIASED = false; DETERMINISTIC = false;
 //            CHAINED = true (a block takes all tiles of a head: dq_sum is not cleared before)
 // Launch:    grid = (min(key tiles / chain, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a

@@ -77,8 +77,11 @@ def test_attention_in_one_step():
     check(1173, emulator.Machine(seed=1, multiprocessors=32))
 
 
-@pytest.mark.parametrize("queries, heads, causal", sampled([(200, 4, False), (300, 2, True)], 1))
-def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
+@pytest.mark.parametrize(
+    "queries, heads, causal, p",
+    sampled([(200, 4, False, 0.2), (200, 4, False, 0), (300, 2, True, 0)], 1),
+)
+def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal, p):
     """Two heads of keys on two multiprocessors: dq is stored first, not added to zeros."""
     machine, chains = emulator.Machine(seed=1), []
     choose = hopper_backward.tiles_in_turn
@@ -89,6 +92,7 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
 
     monkeypatch.setattr(hopper_backward, "tiles_in_turn", tiles_in_turn)
     shape = {"queries": queries, "keys": 330, "heads": heads, "kv_heads": 2, "causal": causal}
+    shape["p"] = p
     found = gradients(Impl("emulated", machine.forward, machine.backward), np, **shape)
     assert chains[-1] == 3
     reference = next(impl for impl in IMPLS if impl.name == "reference")

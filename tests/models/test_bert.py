@@ -5,7 +5,7 @@ import pytest
 
 from gpuattn.data.batching import IGNORED, token_order
 from gpuattn.errors import ConfigError
-from gpuattn.models import Bert, BertConfig
+from gpuattn.models import Bert, BertConfig, bert
 
 TINY = BertConfig(vocab=20, d_model=12, heads=3, layers=2, ffn=20, max_length=8, dropout=0.0,
                   masked=True)  # fmt: skip
@@ -59,6 +59,31 @@ def test_texts_end_to_end(model, rng):
     ).data  # fmt: skip
     for text, begin, end in zip(texts, cu, cu[1:], strict=False):
         np.testing.assert_allclose(packed[begin:end], model.states(text[None]).data[0], atol=1e-5)
+
+
+def test_texts_end_to_end_of_one_length_are_a_batch(model, rng, monkeypatch):
+    """Also of the greatest length where some are shorter they stay end to end."""
+    x, types, seen = tokens(rng, 3, 8), rng.integers(0, 2, (3, 8)), []
+    run_layers = bert.run_layers
+
+    def noted(layers, cache, x, **context):
+        seen.append((x.ndim, context["cu_seqlens"] is None))
+        return run_layers(layers, cache, x, **context)
+
+    monkeypatch.setattr(bert, "run_layers", noted)
+    places = np.tile(np.arange(8), 3)
+    packing = {
+        "positions": places,
+        "cu_seqlens": np.arange(0, 25, 8, dtype=np.int32),
+        "max_seqlen": 8,
+    }
+    for kinds in (None, types):
+        packed = model.states(x.ravel(), kinds if kinds is None else kinds.ravel(), **packing).data
+        np.testing.assert_array_equal(packed, model.states(x, kinds).data.reshape(24, -1))
+    assert seen == [(3, True)] * 4
+    packing["cu_seqlens"] = np.array([0, 8, 9, 16, 24], np.int32)
+    model.states(x.ravel(), **packing)
+    assert seen[4:] == [(2, False)]
 
 
 def test_vectors_of_texts(model, rng):

@@ -19,6 +19,7 @@ from gpuattn.errors import SlowerRefusal
 from gpuattn.impls import choose_backward
 from gpuattn.ops.attention.dropout import keep_block
 from gpuattn.ops.attention.flash_attention import IMPLS
+from gpuattn.rng import Key
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
 FACTOR = (2, 2, 3, 3, 3, 3, 3)  # FlashAttention's rule: outputs, gradients
@@ -213,15 +214,15 @@ def expected(problem):
     return *solve(problem, "float64"), solve(problem, problem.dtype)[0]
 
 
-def gradients(impl, xp, *, queries, keys, heads, kv_heads, causal, head_dim=64):
+def gradients(impl, xp, *, queries, keys, heads, kv_heads, causal, head_dim=64, p=0):
     """Return dq, dk and dv of random 16-bit numbers, as float32."""
     rng = np.random.default_rng(0)
     shapes = [(1, queries, heads, head_dim)] * 2 + [(1, keys, kv_heads, head_dim)] * 2
     q, dout, k, v = (xp.asarray(rng.standard_normal(x, np.float32), np.float16) for x in shapes)
     params = {
         "window": (None, 0 if causal else None), "align": "bottom_right", "scale": head_dim**-0.5,
-        "softcap": None, "dropout_p": 0, "key": None, "max_seqlen_q": queries,
-        "max_seqlen_k": keys, "deterministic": False,
+        "softcap": None, "dropout_p": p, "key": Key(1, 2, 3) if p else None,
+        "max_seqlen_q": queries, "max_seqlen_k": keys, "deterministic": False,
     }  # fmt: skip
     needs = (True,) * 3 + (False,) * 6
     inputs = q, k, v, *[None] * 6

@@ -81,8 +81,8 @@ def main_kernel(
 
 def tiles_in_turn(
     q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
-    sink: Any, *, window: tuple, scale: float, softcap: float | None, dropout_p: float,
-    max_seqlen_q: int, max_seqlen_k: int, deterministic: bool, **_: Any,
+    sink: Any, *, window: tuple, scale: float, softcap: float | None, max_seqlen_q: int,
+    max_seqlen_k: int, deterministic: bool, **_: Any,
 ) -> int:  # fmt: skip
     """Return how many tiles of keys a thread block computes in turn: 1, or all of a KV head.
 
@@ -93,7 +93,7 @@ def tiles_in_turn(
     optional = bias, key_lengths, cu_q, slopes
     if any(x is not None for x in optional) or softcap or scale <= 0:
         return 1
-    if max(q.shape[-1], v.shape[-1]) > 64 or deterministic or drops(dropout_p):
+    if max(q.shape[-1], v.shape[-1]) > 64 or deterministic:
         return 1
     left = UNLIMITED if window[0] is None else window[0]
     tiles = -(-max_seqlen_k // TILES[64][1])
