@@ -171,7 +171,7 @@ class Bert(Module):
         """
         tokens = as_array(raw(tokens), "Bert", "tokens")
         texts = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-        if texts and tokens.size == texts * (max_seqlen or 0):  # all are of one length: a batch
+        if 0 < tokens.size == texts * (max_seqlen or 0):  # all are of one length: a batch
             whole = None if types is None else types.reshape(texts, -1)
             states = self.states(tokens.reshape(texts, -1), whole, order=order)
             return np.reshape(states, (tokens.size, -1))

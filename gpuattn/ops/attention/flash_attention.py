@@ -82,12 +82,13 @@ def flash_attention(
     ``impl``: None for the first that accepts, "raw" for the first of CUDA, or a name:
     "raw-short" (16-bit, at most 256 tokens, head sizes in steps of 8 to 128; chosen up to 64
     tokens), "raw-hopper-head" (compute capability 9.0, 16-bit, causal self-attention of at most 256
-    tokens, head sizes in steps of 8 to 64; chosen from 97 tokens on), "raw-hopper" (compute
-    capability 9.0, 16-bit, head sizes in steps of 8 to 256), "raw-ampere" (the same on any GPU from
-    8.0; with ``tf32`` also float32, in steps of 4 to 128; on 7.5 it and "raw-short" take float16
-    alone, and gradients of head sizes to 192), "raw-simt" (any dtype but float64, head sizes to
-    256), "numba", "unfused" (stores the tables of logits and weights, only where it is asked for;
-    no lse) or "reference". The gradient is chosen by itself, from the form asked for on.
+    tokens, head sizes in steps of 8 to 64; chosen from 97 tokens on; gradients of 193 to 256 tokens
+    without a mask too), "raw-hopper" (compute capability 9.0, 16-bit, head sizes in steps of 8 to
+    256), "raw-ampere" (the same on any GPU from 8.0; with ``tf32`` also float32, in steps of 4 to
+    128; on 7.5 it and "raw-short" take float16 alone, and gradients of head sizes to 192),
+    "raw-simt" (any dtype but float64, head sizes to 256), "numba", "unfused" (stores the tables of
+    logits and weights, only where it is asked for; no lse) or "reference". The gradient is chosen
+    by itself, from the form asked for on.
     Raises ValueError for shapes or parameters that do not fit, TypeError for dtypes,
     UnsupportedError where the form asked for does not take the call.
     """

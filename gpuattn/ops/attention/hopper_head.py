@@ -2,7 +2,7 @@
 
 Forward: under a causal mask. The gradient without one as well, where it was measured faster.
 
-Kernels: ``rawkernels/flash_attention_{forward,backward}_hopper_head.cu``.
+Kernels: ``rawkernels/attention/flash_attention_{forward,backward}_hopper_head.cu``.
 """
 
 import functools
