@@ -161,8 +161,11 @@ def _defer(way, x, dz, into, with_bias=False):
 
     ``with_bias``: defer both parameter gradients, or nothing.
     """
-    x, (_, slot, bias) = as_rows(x), into
-    if not way.small or slot is None or not weight_gradients.takes(dz, x, slot[0]):
+    _, slot, bias = into
+    if not way.small or slot is None:  # x is None where no gradient of the weight is needed
+        return False
+    x = as_rows(x)
+    if not weight_gradients.takes(dz, x, slot[0]):
         return False
     slots = (slot, bias) if with_bias else (slot,)
     if with_bias and (bias is None or not weight_gradients.takes_bias(bias[0], slot[0])):

@@ -102,6 +102,16 @@ def test_a_bias_is_summed_with_the_deferred_gradient_of_its_weight(monkeypatch, 
     assert problem.bias is (into[2][0] if both else None)
 
 
+def test_the_bias_alone_of_a_frozen_weight(monkeypatch):
+    monkeypatch.setattr(gradients, "launch_backward", lambda *given: (given[2], given[2].sum(0)))
+    needs, dy = (True, False, True), floats(ROWS, OUT)
+    saved = gradients.save("none", floats(ROWS, IN), floats(OUT, IN), needs)
+    found = gradients.backward(saved, dy, needs=needs, into=(None,) * 3, activation=None)
+    np.testing.assert_array_equal(found[0], dy @ floats(OUT, IN))
+    assert found[1] is None
+    np.testing.assert_array_equal(found[2], dy.sum(0))
+
+
 @pytest.mark.parametrize("answer", ["done", Reason("cuBLASLt has no algorithm")])
 @pytest.mark.parametrize("slots", [False, True])
 def test_without_a_joint_launch_the_bias_is_summed_alone(monkeypatch, rng, answer, slots):
