@@ -1,13 +1,14 @@
 // Gradients of many weights in one launch, for Hopper: each gradient (rows x columns) = a^T b, or += a^T b; and of their
 // biases: the sums of a over its rows.
-// Constants: scalar = f16, bf16; WIDE = false, true (gradients in float32, else of the same type); TEAM = 6
+// Constants: scalar = f16, bf16; WIDE = false, true (gradients in float32, else of the same type); TEAM = 6;
+//            COLUMNS = 384, 256
 // Launch:    grid = (a multiple of 2 TEAM, all blocks at once,), clusters of 2, block = (384,), shared = SHARED bytes
 //            dependent: weight_gradients
 // Arch: sm_90a
 //
-// A tile is 128 x 384 elements of a gradient, 64 rows for each of two consumer warpgroups; the producer warpgroup loads
+// A tile is 128 x COLUMNS elements of a gradient, 64 rows for each of two consumer warpgroups; the producer warpgroup loads
 // stages of 64 rows of a and b. The two blocks of a cluster, a pair, have vertically adjacent tiles: each loads half of b and
-// multicasts it to both. A team is six pairs, enough for a whole gradient of 1536 x 384, that advance through K together, so
+// multicasts it to both. A team is six pairs, such as for a whole gradient of 1536 x 384, that advance through K together, so
 // that all but one pair find b in L2. The groups of tiles that a team computes at a time are divided evenly among the teams,
 // counted in steps of K (stream-K: Osama et al., 2023): a team starts in the middle of one group and ends in the middle of
 // another. It stores its partial sums of the first group to the workspace. The team that has the start of this group
@@ -22,17 +23,17 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 384;  // of a tile
-constexpr int DEPTH = 64, STAGES = 3;     // K of a stage; stages
-constexpr int PARTS = 2, PART = COLUMNS / PARTS;  // wgmma is at most 256 columns wide
+constexpr int ROWS = 128;                                 // of a tile
+constexpr int DEPTH = 64, STAGES = COLUMNS == 384 ? 3 : 4;  // K of a stage; stages
+constexpr int PARTS = 2, PART = COLUMNS / PARTS;          // wgmma is at most 256 columns wide
 constexpr int SLAB = 64 * 128, A_SLABS = ROWS / 64, B_SLABS = COLUMNS / 64;  // bytes of 64 x 64 numbers
 constexpr int A_BYTES = A_SLABS * SLAB, STAGE_BYTES = A_BYTES + B_SLABS * SLAB;
 constexpr int THREADS = 256;                  // of the consumers
 constexpr int QUADS = PART / 8;               // groups of four sums of a thread in a part
 constexpr int ALL_QUADS = ROWS * COLUMNS / 4; // groups of four sums in a tile
-constexpr int PIECES = ALL_QUADS * 16 / STAGE_BYTES, QUADS_OF_PIECE = PARTS * QUADS / PIECES;
-static_assert(PIECES * STAGE_BYTES == ALL_QUADS * 16 && PIECES * QUADS_OF_PIECE == PARTS * QUADS,
-              "weight_gradients_hopper.cu: sums fill stages");
+constexpr int PIECES = COLUMNS == 384 ? 3 : 4, QUADS_OF_PIECE = PARTS * QUADS / PIECES;  // of sums, as large as a stage holds
+constexpr int PIECE_BYTES = ALL_QUADS * 16 / PIECES;
+static_assert(PIECE_BYTES <= STAGE_BYTES && PIECES * QUADS_OF_PIECE == PARTS * QUADS, "weight_gradients_hopper.cu: pieces");
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // with 384 threads a launch gives 168 to each
 static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168,
               "weight_gradients_hopper.cu: setmaxnreg would wait forever");
@@ -197,9 +198,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                     for (int piece = 0; piece < PIECES; ++piece, ring.next()) {
                         const u32 full = shared + FULL + 8 * ring.stage;
                         mbar_wait(shared + EMPTY + 8 * ring.stage, ring.parity ^ 1);
-                        mbar_expect(full, STAGE_BYTES);
+                        mbar_expect(full, PIECE_BYTES);
                         bulk_load(shared + STAGE + ring.stage * STAGE_BYTES,
-                                  workspace + (long long)source * ALL_QUADS + piece * (STAGE_BYTES / 16), STAGE_BYTES, full);
+                                  workspace + (long long)source * ALL_QUADS + piece * (PIECE_BYTES / 16), PIECE_BYTES, full);
                     }
                 }
             }

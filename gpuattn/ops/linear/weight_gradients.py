@@ -19,13 +19,13 @@ from gpuattn.ops.linear.bias_activation import launch_backward
 from gpuattn.typing import Array
 
 FILE, NAME = "linear/weight_gradients_hopper.cu", "weight_gradients"
-ROWS, COLUMNS = 128, 384  # of a tile
+ROWS, COLUMNS = 128, (384, 256)  # of a tile
+STAGES = {384: 3, 256: 4}  # by columns
 DEPTH = 64  # rows of dz and x in one step of a sum
 TEAM = 6  # pairs of blocks
 MAX_WEIGHTS = 24  # of a launch
 MIN_ROWS = 1024  # of dz and x
 MIN_TILES, MIN_STEPS = 36, 2304  # of a launch; with fewer the library is faster
-SHARED_BYTES = 3072 + 3 * (ROWS + COLUMNS) * DEPTH * 2
 MAX_SIDE = 2**31 - 2**10  # coordinates have 32 bits
 WEIGHT = np.dtype("u8, u8, i4, i4, i4, i4, i4, i4, i4, i4")  # struct Weight of the kernel
 
@@ -61,14 +61,16 @@ def fits(dz: Array, x: Array, out: Array) -> bool:
         return False
     if not out.flags.c_contiguous or max(len(dz), *out.shape) > MAX_SIDE:
         return False
-    if not out.size or _is_turned(out.shape) is None:
+    if not out.size or tiling(out.shape) is None:
         return False
     return not any(tensor_maps.refusal(y[:, None], "") for y in (dz, x))
 
 
 def takes_bias(bias: Array, out: Array) -> bool:
     """Return whether ``launch`` can sum up dz beside ``out``: tiles are read by their dz then."""
-    return bias.dtype == out.dtype and bias.flags.c_contiguous and not _is_turned(out.shape)
+    found = tiling(out.shape)
+    known = found is not None and not found.turned
+    return known and bias.dtype == out.dtype and bias.flags.c_contiguous
 
 
 def launch(problems: Sequence[tuple]) -> None:
@@ -79,7 +81,7 @@ def launch(problems: Sequence[tuple]) -> None:
     alike: dict[tuple, list[Problem]] = {}
     for fields in problems:
         problem = Problem(*fields)
-        kind = len(problem.dz), problem.dz.dtype, problem.out.dtype
+        kind = len(problem.dz), problem.dz.dtype, problem.out.dtype, _columns(problem.out)
         alike.setdefault(kind, []).append(problem)
     for same in alike.values():
         for i in range(0, len(same), MAX_WEIGHTS):
@@ -97,17 +99,23 @@ def launch(problems: Sequence[tuple]) -> None:
 def launch_kernel(problems: Sequence[Problem]) -> None:
     """Do what ``launch`` does by one launch of the kernel.
 
-    ``problems``: up to ``MAX_WEIGHTS``, of the same rows and dtypes. The work is divided among the
-    teams by steps: a step is a group of twelve tiles, of any weights, times ``DEPTH`` rows.
+    ``problems``: up to ``MAX_WEIGHTS``, of the same rows, dtypes and columns of tiles. The work is
+    divided among the teams by steps: a step is a group of twelve tiles, of any weights, times
+    ``DEPTH`` rows.
     """
     dz, _, out, *_ = problems[0]
     maps, problem = _arguments(problems)
     blocks = gpu(dz.device.id).multiprocessors // (2 * TEAM) * 2 * TEAM
-    places = _workspaces(blocks)
+    places, columns = _workspaces(blocks), _columns(out)
     constants = {"scalar": ctype(dz.dtype), "WIDE": out.dtype == np.float32, "TEAM": TEAM}
-    kernel(FILE, NAME, **constants)(
-        (blocks,), (384,), maps, problem, *places, shared_bytes=SHARED_BYTES
+    kernel(FILE, NAME, **constants, COLUMNS=columns)(
+        (blocks,), (384,), maps, problem, *places, shared_bytes=shared_bytes(columns)
     )
+
+
+def shared_bytes(columns: int) -> int:
+    """Return the shared memory of a thread block, as the kernel lays it out."""
+    return 3072 + STAGES[columns] * (ROWS + columns) * DEPTH * 2
 
 
 def _arguments(problems):
@@ -117,7 +125,7 @@ def _arguments(problems):
     weights, tiles = problem[:-16].view(WEIGHT), 0
     for i, (dz, x, out, accumulate, bias, accumulate_bias) in enumerate(problems):
         steps = out.shape[1], 1
-        if _is_turned(out.shape):
+        if tiling(out.shape).turned:
             dz, x, steps = x, dz, steps[::-1]
         for j, y in enumerate((dz, x)):
             maps[2 * i + j] = tensor_maps.tensor_map(y[:, None], DEPTH)[0]
@@ -130,20 +138,37 @@ def _arguments(problems):
     return maps.view(f"V{maps.nbytes}"), problem.view(f"V{problem.nbytes}")
 
 
-def _is_turned(shape):
-    """Return whether tiles cover the transpose of dweight, else dweight; None if neither.
+class Tiling(NamedTuple):
+    """The columns of a tile, and whether tiles cover the transpose of dweight, else dweight."""
 
-    Where they cover both, the one with more rows: its tiles share more of what is read.
+    columns: int
+    turned: bool
+
+
+def tiling(shape: tuple[int, int]) -> Tiling | None:
+    """Return the Tiling of a gradient, or None if no tiles cover it.
+
+    The wider tiles for layers whose width they divide, since all gradients of a layer should share
+    a launch. Where tiles cover dweight and its transpose, the one with more rows: its tiles share
+    more of what is read.
     """
-    for turned in (shape[0] < shape[1], shape[0] >= shape[1]):
-        rows, columns = shape[::-1] if turned else shape
-        if rows % ROWS == 0 and columns % COLUMNS == 0:
-            return turned
+    wide_first = min(shape) % max(COLUMNS) == 0
+    for width in sorted(COLUMNS, reverse=wide_first):
+        for turned in (shape[0] < shape[1], shape[0] >= shape[1]):
+            rows, columns = shape[::-1] if turned else shape
+            if rows % ROWS == 0 and columns % width == 0:
+                return Tiling(width, turned)
     return None
 
 
 def _tiles(out):
-    return out.size // (ROWS * COLUMNS)
+    return out.size // (ROWS * _columns(out))
+
+
+def _columns(out):
+    tiles = tiling(out.shape)
+    assert tiles is not None, "``fits`` refuses others"
+    return tiles.columns
 
 
 def _steps(dz):
@@ -154,7 +179,7 @@ def _workspaces(blocks):
     """Return the addresses of what blocks leave to others: parts of tiles, of sums, and flags."""
     cuda = import_cupy().cuda
     device, stream = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
-    sums = workspace(f"{NAME}: sums", blocks * ROWS * COLUMNS * 4, device, stream)
+    sums = workspace(f"{NAME}: sums", blocks * ROWS * max(COLUMNS) * 4, device, stream)
     bias_sums = workspace(f"{NAME}: sums of biases", blocks * ROWS * 4, device, stream)
     given = workspace(f"{NAME}: given", blocks * 4, device, stream, zeroed=True)
     return np.uint64(sums), np.uint64(bias_sums), np.uint64(given)

@@ -15,12 +15,25 @@ from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import weight_gradients as op
 from gpuattn.ops.linear.linear import linear
 
-SHAPES = {  # shapes of weights, rows, pairs of blocks (each pair is a team)
-    "a weight for each pair": ([(256, 384), (384, 256)], 70, 2),
-    "one shared by two, from the third step on": ([(256, 384), (256, 384), (256, 384)], 150, 2),
-    "one in three parts": ([(256, 384)], 330, 3),
-    "pairs of two weights, and none for the last block": ([(128, 384), (384, 256)], 200, 3),
-    "a gradient of two columns of tiles": ([(384, 768)], 100, 2),
+SHAPES = {  # columns of tiles, shapes of weights, rows, pairs of blocks (each pair is a team)
+    "a weight for each pair": (384, [(256, 384), (384, 256)], 70, 2),
+    "one shared by two, from the third step on": (
+        384,
+        [(256, 384), (256, 384), (256, 384)],
+        150,
+        2,
+    ),
+    "one in three parts": (384, [(256, 384)], 330, 3),
+    "pairs of two weights, and none for the last block": (384, [(128, 384), (384, 256)], 200, 3),
+    "a gradient of two columns of tiles": (384, [(384, 768)], 100, 2),
+    "narrow: a weight for each pair": (256, [(256, 256), (256, 384)], 70, 2),
+    "narrow: one in three parts": (256, [(256, 256)], 330, 3),
+    "narrow: pairs of two weights, and none for the last block": (
+        256,
+        [(128, 256), (384, 256)],
+        200,
+        3,
+    ),
 }
 KINDS = [(BFLOAT16, BFLOAT16), (np.float16, np.float32)]  # dtypes of the operands, of the gradients
 
@@ -36,7 +49,7 @@ def problem(shapes, rows, kinds, seed=0):
         exact = dz.astype(np.float64).T @ x.astype(np.float64)
         want.append((exact + (place.astype(np.float64) if n == 1 else 0)).astype(kinds[1]))
         bias = None
-        if not op._is_turned(place.shape):
+        if not op.tiling(place.shape).turned:
             bias = np.full(out, np.nan if n % 2 == 0 else 3, kinds[1])
             sums.append((dz.astype(np.float64).sum(0) + 3 * (n % 2)).astype(kinds[1]))
         problems.append(op.Problem(dz, x, place, n == 1, bias, n % 2 == 1))
@@ -60,8 +73,9 @@ def assert_equal(problems, want):
 @pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
 @pytest.mark.parametrize("case", SHAPES)
 def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
-    shapes, rows, pairs = SHAPES[case]
-    room = np.full((2 * pairs, op.ROWS * op.COLUMNS), np.nan, np.float32)
+    columns, shapes, rows, pairs = SHAPES[case]
+    monkeypatch.setattr(op, "COLUMNS", (columns,))
+    room = np.full((2 * pairs, op.ROWS * columns), np.nan, np.float32)
     given = np.zeros(2 * pairs, np.int32)
     monkeypatch.setattr(op, "TEAM", 1)
     sums = np.full((2 * pairs, op.ROWS), np.nan, np.float32)
@@ -77,16 +91,20 @@ def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, wide):
-    check_hopper_compiles(op.FILE, op.SHARED_BYTES, WIDE=wide, TEAM=op.TEAM)
+@pytest.mark.parametrize("columns", op.COLUMNS)
+def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, columns, wide):
+    constants = {"WIDE": wide, "TEAM": op.TEAM, "COLUMNS": columns}
+    log = check_hopper_compiles(op.FILE, op.shared_bytes(columns), **constants)
+    assert "C75" not in log, log
 
 
-@pytest.mark.parametrize("shape, turned", [
-    ((1536, 384), False), ((384, 1536), True), ((384, 384), False), ((128, 768), False),
-    ((512, 512), None), ((384, 65), None),
+@pytest.mark.parametrize("shape, want", [
+    ((1536, 384), (384, False)), ((384, 1536), (384, True)), ((384, 384), (384, False)),
+    ((128, 768), (256, False)), ((128, 384), (384, False)), ((512, 512), (256, False)),
+    ((1536, 512), (256, False)), ((1280, 5120), (256, True)), ((384, 65), None), ((320, 320), None),
 ])  # fmt: skip
-def test_which_gradients_fit_the_tiles(shape, turned):
-    assert op._is_turned(shape) is turned
+def test_which_tiles_cover_a_gradient(shape, want):
+    assert op.tiling(shape) == want
 
 
 # ---- Hopper ------------------------------------------------------------------------------------
