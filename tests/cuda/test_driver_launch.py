@@ -159,10 +159,10 @@ def twice(x):
 
 
 def weight_gradients_of(x, y):
-    """Gradients of 256 x 384 weights and their biases, for parts of two matrices."""
-    places = [(arrays.empty(x, (256, 384)), False, arrays.empty(x, (256,))) for _ in range(24)]
+    """Gradients of 256 x 256 weights and their biases, for parts of two matrices."""
+    places = [(arrays.empty(x, (256, 256)), False, arrays.empty(x, (256,))) for _ in range(24)]
     weight_gradients.launch_kernel(
-        [weight_gradients.Problem(x[:, :256], y[:, :384], *place) for place in places]
+        [weight_gradients.Problem(x[:, :256], y[:, :256], *place) for place in places]
     )
     return [array for out, _, bias in places for array in (out, bias)]
 

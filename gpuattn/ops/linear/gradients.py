@@ -23,7 +23,6 @@ from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
 FULL_TILES = 200  # tiles of dweight that fill a GPU by themselves
-MANY_TILES = 800  # of which the last wave leaves little of a GPU idle
 JOINT_SIZE = 1 << 24  # numbers of dz, beyond which a launch of both is slower
 SIDE_SHARE = 2  # a matmul on the side stream is planned for 1 / SIDE_SHARE of the multiprocessors
 
@@ -37,15 +36,14 @@ class Plan(NamedTuple):
     ``joint``: dweight and dbias by one launch, if the library can do that. It sums up a large dz at
     a sixth of the copy rate, and dweight is no part of a common launch then. Beside the gradient of
     a single output it sums up nothing.
-    ``small``: dweight does not fill a GPU by itself, so it may go to the side stream.
-    ``shares``: it may be deferred to a launch with others, which has one last wave for all.
+    ``small``: dweight does not fill a GPU by itself, so it may be deferred or go to the side
+    stream.
     """
 
     dz: str
     sums: bool
     joint: bool
     small: bool
-    shares: bool
 
 
 def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into: tuple) -> Plan:
@@ -59,8 +57,8 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
     adds = into[2] is not None and into[2][1]  # to a bias gradient: no library does
     joint = needs[1] and needs[2] and not sums and not adds
     joint = joint and dy.shape[-1] > 1 and math.prod(dy.shape) <= JOINT_SIZE
-    tiles = _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) if needs[1] else math.inf
-    return Plan(dz, sums and needs[2], joint, tiles < FULL_TILES, tiles < MANY_TILES)
+    small = needs[1] and _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) < FULL_TILES
+    return Plan(dz, sums and needs[2], joint, small)
 
 
 def _tiles(size):
@@ -164,7 +162,7 @@ def _defer(way, x, dz, into, with_bias=False):
     ``with_bias``: defer both parameter gradients, or nothing.
     """
     _, slot, bias = into
-    if not way.shares or slot is None:  # x is None where no gradient of the weight is needed
+    if not way.small or slot is None:  # x is None where no gradient of the weight is needed
         return False
     x = as_rows(x)
     if not weight_gradients.takes(dz, x, slot[0]):

@@ -129,6 +129,7 @@ def _arguments(problems):
             dz, x, steps = x, dz, steps[::-1]
         for j, y in enumerate((dz, x)):
             maps[2 * i + j] = tensor_maps.tensor_map(y[:, None], DEPTH)[0]
+        assert bias is None or takes_bias(bias, out), "sums are those of the first operand"
         place = 0 if bias is None else bias.data.ptr
         shape = dz.shape[1], x.shape[1]
         weights[i] = (out.data.ptr, place, *shape, *steps, accumulate, accumulate_bias, tiles, 0)

@@ -51,15 +51,10 @@ def test_when_one_launch_computes_both_parameter_gradients():
     assert not planned("none", out=1).joint, "cuBLASLt has no algorithm for one output"
 
 
-@pytest.mark.parametrize("tiles, small, shares", [
-    (1, True, True), (gradients.FULL_TILES - 1, True, True), (gradients.FULL_TILES, False, True),
-    (gradients.MANY_TILES - 1, False, True), (gradients.MANY_TILES, False, False),
-])  # fmt: skip
-def test_a_weight_that_fills_a_gpu_is_computed_alone(tiles, small, shares):
-    found = planned("none", width=128 * tiles)
-    assert (found.small, found.shares) == (small, shares)
-    frozen = planned("none", needs=(True, False, True), width=128 * tiles)
-    assert not frozen.small and not frozen.shares
+def test_a_weight_that_fills_a_gpu_is_not_deferred():
+    assert planned("none").small
+    assert not planned("none", width=128 * gradients.FULL_TILES).small
+    assert not planned("none", needs=(True, False, True)).small, "a frozen weight"
 
 
 @pytest.mark.parametrize("activation, bias, kind, kept, saves_bias", [

@@ -118,10 +118,12 @@ def hopper(gpu):
 
 
 LETTERS = [(1536, 384), (384, 1536), (1152, 384), (384, 384)]
+NARROW = [(1536, 512), (512, 512), (2048, 512), (512, 2048), (1280, 1280)]
 
 
 @pytest.mark.parametrize("shapes, rows", [
     (LETTERS, 4096), (LETTERS * 3, 1000), (LETTERS * 7, 500), ([(768, 2304), (768, 768)], 4100),
+    (NARROW, 1500), (NARROW * 5, 4096),
 ])  # fmt: skip
 @pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
 def test_many_weights(hopper, monkeypatch, shapes, rows, kinds):
