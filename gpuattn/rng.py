@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.arrays import for_each, get_xp, recorders
-from gpuattn.errors import UnsupportedError
+from gpuattn.errors import UnsupportedError, problem, type_of
 from gpuattn.modes import without_plans
 from gpuattn.typing import Array, Shape, Xp
 
@@ -100,9 +100,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def manual_seed(seed: int) -> None:
     """Make the seeds of ops called with ``seed=None`` repeatable from here on.
 
-    For this thread and context.
+    For this thread and context. Raises TypeError for a seed that is no integer.
     """
-    _counter.set((operator.index(seed) & 0xFFFFFFFFFFFFFFFF, 0))
+    try:
+        _counter.set((operator.index(seed) & 0xFFFFFFFFFFFFFFFF, 0))
+    except TypeError:
+        raise TypeError(problem("manual_seed", "seed", type_of(seed), "an int")) from None
 
 
 fresh_seeds = 0  # how often a fresh seed or key was drawn
@@ -255,8 +258,8 @@ class _Table(NamedTuple):
     lanes: np.ndarray
 
 
-def _few_lanes(key, counters):
-    """Return the lanes of a stream's first ``counters`` at least.
+def _few_lanes(key, count):
+    """Return the lanes of a stream's first ``count`` counters at least.
 
     Few numbers take the time of NumPy's calls, however many they are. So where streams are drawn
     one after the other, those that follow are drawn too, twice as many each time.
@@ -265,13 +268,13 @@ def _few_lanes(key, counters):
     (seed, stream, step), (held, lanes) = key, _table
     row, ahead = stream - held.stream, 1
     if seed == held.seed and step == held.step and 0 <= row <= len(lanes):
-        if row < len(lanes) and counters * LANES <= lanes.shape[1]:
+        if row < len(lanes) and count * LANES <= lanes.shape[1]:
             return lanes[row]
-        counters = max(counters, lanes.shape[1] // LANES)
-        ahead = max(min(2 * row, MANY // counters), 1)
+        count = max(count, lanes.shape[1] // LANES)
+        ahead = max(min(2 * row, MANY // count), 1)
     streams = np.arange(stream, stream + ahead, dtype=np.uint64)[:, None]
-    words = philox(seed, np.arange(counters, dtype=np.uint64), 0, streams, step)
-    lanes = _split(np, words, (ahead, counters))
+    words = philox(seed, np.arange(count, dtype=np.uint64), 0, streams, step)
+    lanes = _split(np, words, (ahead, count))
     lanes.flags.writeable = False
     _table = _Table(key, lanes)  # one assignment: threads see this table or another one
     return lanes[0]

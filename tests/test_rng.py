@@ -171,6 +171,8 @@ def test_manual_seed_repeats():
 def test_other_seeds_are_refused(seed):
     with pytest.raises(TypeError):
         rng.as_key(seed)
+    with pytest.raises(TypeError, match="manual_seed: seed is a .*; accepted: an int"):
+        manual_seed(seed)
 
 
 def test_replay_repeats_a_draw():
