@@ -29,8 +29,8 @@ CONSTANTS = (*MULTIPLIERS, 0xFFFFFFFF, 32)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
 BLOCK = 1 << 16  # elements at a time on NumPy, whose random words fit into the cache
-FEW = 1024  # counters of a call that are drawn with those of the next streams, on NumPy
-MANY = 4096  # counters of all these streams: each array of words has 32 kB
+FEW = 1024  # NumPy: a call of up to so many counters draws those of the next streams too,
+MANY = 4096  # and so many in all: each array of words has 32 kB
 # None; (seed, drawn) after ``manual_seed``; (seed, drawn, step) inside ``numbered``
 _counter: contextvars.ContextVar[tuple | None] = contextvars.ContextVar(
     "gpuattn_seed_counter", default=None
@@ -67,9 +67,9 @@ def as_key(seed: Any) -> Key:
         seed, number, step = state
         _counter.set((seed, number + 1, step))
         return Key(seed, number, step)
-    if number >> 32:  # a stream each, and another seed after 2**32 of them
+    if number >> 32:  # each key has a stream of its own; after 2**32 of them, another seed
         seed, number = seed + (number >> 32) & 0xFFFFFFFFFFFFFFFF, number & 0xFFFFFFFF
-    return _new(Key, (seed, number, 0))  # Key(...) takes 0.2 us more
+    return _new(Key, (seed, number, 0))  # half the time of Key(...)
 
 
 _new = tuple.__new__
@@ -230,7 +230,10 @@ def threshold(p: float) -> int:
 
 
 def lanes(xp: Xp, key: Key, first: Any, count: int) -> Array:
-    """Return the 16-bit numbers (uint16, (count,)) of elements ``first .. first + count - 1``."""
+    """Return the 16-bit numbers of elements ``first .. first + count - 1``.
+
+    uint16 (count,), which may be read-only.
+    """
     begin, end = first // LANES, -(-(first + count) // LANES)
     if xp is np and end <= FEW and isinstance(key.step, int):
         return _few_lanes(key, end)[first : first + count]
@@ -251,18 +254,11 @@ def _split(xp, words, shape):
     return pairs.view(np.uint16).reshape(*shape[:-1], -1)
 
 
-class _Table(NamedTuple):
-    """The lanes, (streams, counters * LANES) and read-only, of ``key`` and of the next streams."""
-
-    key: Key
-    lanes: np.ndarray
-
-
 def _few_lanes(key, count):
     """Return the lanes of a stream's first ``count`` counters at least.
 
-    Few numbers take the time of NumPy's calls, however many they are. So where streams are drawn
-    one after the other, those that follow are drawn too, twice as many each time.
+    For few numbers NumPy's calls take longer than the arithmetic. So where streams are drawn one
+    after the other, those that follow are drawn too, twice as many each time.
     """
     global _table
     (seed, stream, step), (held, lanes) = key, _table
@@ -276,11 +272,12 @@ def _few_lanes(key, count):
     words = philox(seed, np.arange(count, dtype=np.uint64), 0, streams, step)
     lanes = _split(np, words, (ahead, count))
     lanes.flags.writeable = False
-    _table = _Table(key, lanes)  # one assignment: threads see this table or another one
+    _table = key, lanes  # one assignment: threads see this table or another one
     return lanes[0]
 
 
-_table = _Table(Key(0), np.empty((0, 0), np.uint16))
+# a key, and the lanes of its stream and of the next ones, (streams, counters * LANES), read-only
+_table = Key(0), np.empty((0, 0), np.uint16)
 
 
 def counters(xp: Xp, key: Key) -> tuple:

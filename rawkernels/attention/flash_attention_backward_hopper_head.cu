@@ -268,6 +268,13 @@ __device__ __forceinline__ void add_dq(float (&dq)[32], u32 ds_tile, u32 keys, c
     wgmma_wait<0>(); keep_live(dq);
 }
 
+// Calls f with dQ of query block i. By a branch, as registers have no index.
+template <typename F>
+__device__ __forceinline__ void with_one(float (&even)[32], float (&odd)[32], int i, const F& f) {
+    if (i % 2) f(odd);
+    else f(even);
+}
+
 // Loads the two tiles of a head's block into stage `at` of a ring.
 __device__ __forceinline__ void load(u32 shared, u32 ring, u32 full, const TensorMap& x_map, const TensorMap& y_map,
                                      const Attention& a, int index, int block, u32 at) {
@@ -400,13 +407,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
                     bulk_wait_read();
                     mbar_arrive(pending);
                 };
-                if (i % 2) add_dq(odd, ds_tile, keys, release_ds);
-                else add_dq(even, ds_tile, keys, release_ds);
+                with_one(even, odd, i, [&](float (&dq)[32]) { add_dq(dq, ds_tile, keys, release_ds); });
                 const u32 sums = shared + SUMS + i % 2 * SUM_BYTES;  // of queries 2 and 3
-                if (!CAUSAL && i > 1 && j == 2) {
-                    if (i % 2) move_sums(sums, odd);
-                    else move_sums(sums, even);
-                }
+                if (!CAUSAL && i > 1 && j == 2) with_one(even, odd, i, [&](float (&dq)[32]) { move_sums(sums, dq); });
                 pending = last ? shared + DS_EMPTY + 8 * tile : 0;
                 if (!last) release(shared + DS_EMPTY + 8 * tile);
                 if (!last && !last_of_keys) continue;
@@ -417,17 +420,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
                 if (threadIdx.x % 128 == 32 && last) load_queries(index, turn, ring_of_queries(before, turn_of_i).stage);
                 __syncwarp();
                 if (!last) continue;
-                if (!CAUSAL && i > 1) {
-                    if (i % 2) add_sums(odd, sums);
-                    else add_sums(even, sums);
-                }
-                if (i % 2) {
-                    store_gradient(ds_tile, odd, a.scale * a.keep_scale);
-                    clear(odd);
-                } else {
-                    store_gradient(ds_tile, even, a.scale * a.keep_scale);
-                    clear(even);
-                }
+                if (!CAUSAL && i > 1) with_one(even, odd, i, [&](float (&dq)[32]) { add_sums(dq, sums); });
+                with_one(even, odd, i, [&](float (&dq)[32]) {
+                    store_gradient(ds_tile, dq, a.scale * a.keep_scale);
+                    clear(dq);
+                });
                 fence_async_proxy();
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {

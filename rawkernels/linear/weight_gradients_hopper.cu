@@ -14,7 +14,8 @@
 // another. It stores its partial sums of the first group to the workspace. The team that has the start of this group
 // processes it last, and adds them.
 //
-// A bias is the product of a tile of the first column with a column of ones: eight columns, as wgmma has no fewer.
+// The sums of a are its product with a column of ones, computed with the tiles of the first column: eight equal columns, as
+// wgmma has no fewer.
 #include "common/cluster.cuh"
 #include "common/compiler.cuh"
 #include "common/global_memory.cuh"
@@ -23,9 +24,9 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int ROWS = 128;                                 // of a tile
+constexpr int ROWS = 128;                                   // of a tile
 constexpr int DEPTH = 64, STAGES = COLUMNS == 384 ? 3 : 4;  // K of a stage; stages
-constexpr int PARTS = 2, PART = COLUMNS / PARTS;          // wgmma is at most 256 columns wide
+constexpr int PARTS = 2, PART = COLUMNS / PARTS;            // wgmma is at most 256 columns wide
 constexpr int SLAB = 64 * 128, A_SLABS = ROWS / 64, B_SLABS = COLUMNS / 64;  // bytes of 64 x 64 numbers
 constexpr int A_BYTES = A_SLABS * SLAB, STAGE_BYTES = A_BYTES + B_SLABS * SLAB;
 constexpr int THREADS = 256;                  // of the consumers
@@ -230,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                     wgmma_fence();
                     product<MN_MAJOR, K_MAJOR, DEPTH, ONE_ROWS, DEPTH>(sums, place + own, shared + ONES, k > from);
                 }
-                wgmma_fence();
+                wgmma_fence();  // else ptxas adds one, behind the branch
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (k > from) release_both(shared + EMPTY + 8 * before.stage);

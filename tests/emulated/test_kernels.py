@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from attention_formula import assert_close, gradients, judge
 from attention_problems import Problem
-from checks import sampled
+from checks import find, sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import tensor_maps
@@ -14,6 +14,7 @@ from gpuattn.ops.attention import hopper_backward
 from gpuattn.ops.attention.flash_attention import IMPLS
 from gpuattn.rng import Key
 
+REFERENCE = find(IMPLS, "reference")
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
     1577: "a bias that TMA loads, and its gradient; causal from the top left",
     1285: "nearly all dropped at head size 64, packed, dq in a fixed order",
@@ -95,17 +96,15 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal, 
     shape["p"] = p
     found = gradients(Impl("emulated", machine.forward, machine.backward), np, **shape)
     assert chains[-1] == 3
-    reference = next(impl for impl in IMPLS if impl.name == "reference")
-    assert_close(found, gradients(reference, np, **shape))
+    assert_close(found, gradients(REFERENCE, np, **shape))
 
 
 def test_a_gradient_follows_the_forward_of_another_form():
     """All forms save the same arrays, whatever their strides."""
     machine = emulator.Machine(seed=1)
-    reference = next(impl for impl in IMPLS if impl.name == "reference")
     shape = {"queries": 70, "keys": 130, "heads": 2, "kv_heads": 1, "causal": False}
-    found = gradients(Impl("mixed", reference.forward, machine.backward), np, **shape)
-    assert_close(found, gradients(reference, np, **shape))
+    found = gradients(Impl("mixed", REFERENCE.forward, machine.backward), np, **shape)
+    assert_close(found, gradients(REFERENCE, np, **shape))
 
 
 @pytest.mark.parametrize("number", sampled(WHOLE_HEADS, 2))
@@ -131,9 +130,8 @@ def test_causal_attention_by_whole_heads(case):
     rest = dict(needs=[False], **params)
     machine = emulator.Machine(seed=T, forward_impl="raw-hopper-head")
     (out, lse), _ = machine.forward(*inputs, *[None] * 6, **rest)
-    reference = next(impl for impl in IMPLS if impl.name == "reference")
     widened = [x.astype(np.float32) for x in inputs]
-    (want, want_lse), _ = reference.forward(*widened, *[None] * 6, **rest)
+    (want, want_lse), _ = REFERENCE.forward(*widened, *[None] * 6, **rest)
     np.testing.assert_allclose(out.astype(np.float32), want, atol=2**-8 * abs(want).max())
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-5)
 
@@ -151,15 +149,13 @@ def test_gradient_without_a_mask_by_whole_heads(case):
         "dropout_p": 0.0, "key": None, "max_seqlen_q": T, "max_seqlen_k": T,
         "deterministic": False,
     }  # fmt: skip
-    rest = {"needs": [True] * 3 + [False] * 6, "into": [None] * 9, **params}
-    machine = emulator.Machine(seed=T, backward_impl="raw-hopper-head")
-    reference = next(impl for impl in IMPLS if impl.name == "reference")
-    del (given := dict(rest))["into"]
-    (out, lse), saved = reference.forward(q, k, v, *[None] * 6, **given)
+    params["needs"] = [True] * 3 + [False] * 6
+    (out, lse), saved = REFERENCE.forward(q, k, v, *[None] * 6, **params)
     assert added == 0 or lse.max() < -180
-    found = machine.backward(saved, dout, None, **rest)
+    machine, into = emulator.Machine(seed=T, backward_impl="raw-hopper-head"), [None] * 9
+    found = machine.backward(saved, dout, None, into=into, **params)
     widened = [None if x is None else x.astype(np.float32) for x in saved]
-    wanted = reference.backward(widened, dout.astype(np.float32), None, **rest)
+    wanted = REFERENCE.backward(widened, dout.astype(np.float32), None, into=into, **params)
     for x, want in zip(found[:3], wanted[:3], strict=True):
         x, want = (y.astype(np.float32)[..., bool(added) :] for y in (x, want))  # first: roundings
         np.testing.assert_allclose(x, want, atol=2**-7 * abs(want).max())
@@ -205,9 +201,8 @@ def test_dropout_of_more_blocks_than_fit_in_shared_memory(head_dim, dtype):
     }  # fmt: skip
     rest = dict(needs=[False], **params)
     (out, _), _ = emulator.Machine(seed=1).forward(q, k, v, *[None] * 6, **rest)
-    reference = next(impl for impl in IMPLS if impl.name == "reference")
     exact = (x.astype(np.float32) for x in (q, k, v))
-    (want, _), _ = reference.forward(*exact, *[None] * 6, tf32=False, **rest)
+    (want, _), _ = REFERENCE.forward(*exact, *[None] * 6, tf32=False, **rest)
     assert_close([out.astype(np.float32)], [want])
 
 

@@ -62,7 +62,7 @@ def test_texts_end_to_end(model, rng):
 
 
 def test_texts_end_to_end_of_one_length_are_a_batch(model, rng, monkeypatch):
-    """Also of the greatest length where some are shorter they stay end to end."""
+    """Texts of several lengths stay end to end."""
     x, types, seen = tokens(rng, 3, 8), rng.integers(0, 2, (3, 8)), []
     run_layers = bert.run_layers
 

@@ -1,6 +1,6 @@
 """raw-hopper-head, self-attention with a thread block per head, in one launch per direction.
 
-Forward: under a causal mask. The gradient without one as well, where it was measured faster.
+The forward takes causal attention alone, the gradient full attention too.
 
 Kernels: ``rawkernels/attention/flash_attention_{forward,backward}_hopper_head.cu``.
 """
@@ -29,9 +29,8 @@ MAX_ROWS = 2**31  # of all heads, for 32-bit offsets
 BLOCK, BLOCK_BYTES = 64, 8192  # rows of a block of q, k or v, and its bytes
 FORWARD_THREADS, FORWARD_BLOCKS = 640, 4  # blocks of a head
 FORWARD_WORD_BYTES = 14 << 10  # of a head in the tables of dropout
-BACKWARD_THREADS = 512
-BACKWARD_STAGES = {True: 5, False: 4}  # causal or not: blocks of queries in shared memory at a time
-BACKWARD_SUMS = {True: 0, False: 2 * 64 * 64 * 4}  # bytes of sums of dq
+BACKWARD_THREADS, BACKWARD_STAGES = 512, 5  # blocks of queries in shared memory at a time
+FULL_STAGES, FULL_SUM_BYTES = 4, 32 << 10  # without a mask: the same; sums of dq
 BACKWARD_ROW_BYTES, BACKWARD_WORD_BYTES = 512, 2064 + 1024  # of a block: lse and delta; dropout
 
 
@@ -138,7 +137,8 @@ def backward_shared_bytes(dropout: bool, causal: bool) -> int:
     """Return the shared memory of a thread block, as the kernel lays it out."""
     words = BACKWARD_WORD_BYTES if dropout else 0
     stage = 4 * BLOCK_BYTES + BACKWARD_ROW_BYTES + words + 4 * 8
-    return 1024 + BACKWARD_STAGES[causal] * stage + 6 * BLOCK_BYTES + BACKWARD_SUMS[causal] + 64
+    stages, sums = (BACKWARD_STAGES, 0) if causal else (FULL_STAGES, FULL_SUM_BYTES)
+    return 1024 + stages * stage + 6 * BLOCK_BYTES + sums + 64
 
 
 def _grid(launch, q):

@@ -76,15 +76,14 @@ def backward(
     _, x, weight, *_ = saved
     way = plan(saved, dy, needs, into)
     dz, dbias = _dz(way, saved, dy, activation, into[2])
-    if needs[2] and not way.sums and _defer(way, x, dz, into, with_bias=True):
-        return _input(dz, weight, dy, fold) if needs[0] else None, None, None
-    joint = _weight_and_bias(way, x, dz, into) if way.joint else None
-    if needs[2] and joint is None and not way.sums:
+    alone = needs[2] and not way.sums
+    both = _weight_and_bias(way, x, dz, into) if alone else None
+    if alone and both is None:
         _, dbias = launch_backward(None, None, dz, True, into[2], None)
     dx = _input(dz, weight, dy, fold) if needs[0] else None
-    if joint is not None:
-        return dx, *joint
-    return dx, _weight(way, x, dz, into, dy.dtype) if needs[1] else None, dbias
+    if both is not None:
+        return dx, *both
+    return dx, _weight(way, x, dz, into[1], dy.dtype) if needs[1] else None, dbias
 
 
 def takes_matmul(
@@ -130,7 +129,14 @@ def _dz(way, saved, dy, activation, slot):
 
 
 def _weight_and_bias(way, x, dz, into):
-    """Return (dweight, dbias), each None if written to ``into``; None if no launch does both."""
+    """Return (dweight, dbias), each None if it was, or later will be, written to ``into``.
+
+    Return None if no launch does both.
+    """
+    if _defer(way, x, dz, into[1:]):
+        return None, None
+    if not way.joint:
+        return None
     out, accumulate = into[1] or (None, False)
     dbias, _ = into[2] or (arrays.empty(dz, dz.shape[1:]), False)
     with _side_stream(way, x, dz, into[1:]) as share:
@@ -148,30 +154,28 @@ def _input(dz, weight, dy, fold):
     return input_gradient(dz, weight, shape, dy.dtype)
 
 
-def _weight(way, x, dz, into, dtype):
-    """Return dweight, or None if it was, or later will be, written to its slot."""
-    if _defer(way, x, dz, into):
+def _weight(way, x, dz, slot, dtype):
+    """Return dweight, or None if it was, or later will be, written to ``slot``."""
+    if _defer(way, x, dz, [slot]):
         return None
-    with _side_stream(way, x, dz, into[1:2]) as share:
-        return weight_gradient(x, dz, into[1], dtype, share)
+    with _side_stream(way, x, dz, [slot]) as share:
+        return weight_gradient(x, dz, slot, dtype, share)
 
 
-def _defer(way, x, dz, into, with_bias=False):
-    """Defer dweight to one launch with other layers', where that is faster; return whether.
+def _defer(way, x, dz, slots):
+    """Defer the gradients of ``slots`` to one launch with other layers'; return whether.
 
-    ``with_bias``: defer both parameter gradients, or nothing.
+    ``slots``: of dweight, or of dweight and dbias. Deferred where the common launch is faster.
     """
-    _, slot, bias = into
-    if not way.small or slot is None:  # x is None where no gradient of the weight is needed
+    if not way.small or None in slots:  # x is None where no gradient of the weight is needed
         return False
-    x = as_rows(x)
-    if not weight_gradients.takes(dz, x, slot[0]):
+    x, (out, *bias) = as_rows(x), [target for target, _ in slots]
+    if not weight_gradients.takes(dz, x, out):
         return False
-    slots = (slot, bias) if with_bias else (slot,)
-    if with_bias and (bias is None or not weight_gradients.takes_bias(bias[0], slot[0])):
+    if bias and not weight_gradients.takes_bias(*bias, out):
         return False
-    given, targets = itertools.chain(*slots), [target for target, _ in slots]
-    return defer(weight_gradients.launch, (dz, x, *given), (dz, x), targets)
+    problem = weight_gradients.Problem(dz, x, *itertools.chain(*slots))
+    return defer(weight_gradients.launch, problem, (dz, x), [out, *bias])
 
 
 @contextlib.contextmanager

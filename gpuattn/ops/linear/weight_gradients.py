@@ -67,20 +67,23 @@ def fits(dz: Array, x: Array, out: Array) -> bool:
 
 
 def takes_bias(bias: Array, out: Array) -> bool:
-    """Return whether ``launch`` can sum up dz beside ``out``: tiles are read by their dz then."""
-    found = tiling(out.shape)
-    known = found is not None and not found.turned
-    return known and bias.dtype == out.dtype and bias.flags.c_contiguous
+    """Return whether ``launch`` can write the sums of dz to ``bias``, beside ``out``.
+
+    The kernel sums up the first operand of its products, which is dz where tiles cover dweight.
+    """
+    tiles = tiling(out.shape)
+    if tiles is None or tiles.turned:
+        return False
+    return bias.dtype == out.dtype and bias.flags.c_contiguous
 
 
-def launch(problems: Sequence[tuple]) -> None:
-    """Compute each Problem, given as its fields.
+def launch(problems: Sequence[Problem]) -> None:
+    """Compute each Problem.
 
     By as few launches as possible; by the library where a launch would have too little to do.
     """
     alike: dict[tuple, list[Problem]] = {}
-    for fields in problems:
-        problem = Problem(*fields)
+    for problem in problems:
         kind = len(problem.dz), problem.dz.dtype, problem.out.dtype, _columns(problem.out)
         alike.setdefault(kind, []).append(problem)
     for same in alike.values():
@@ -129,7 +132,7 @@ def _arguments(problems):
             dz, x, steps = x, dz, steps[::-1]
         for j, y in enumerate((dz, x)):
             maps[2 * i + j] = tensor_maps.tensor_map(y[:, None], DEPTH)[0]
-        assert bias is None or takes_bias(bias, out), "sums are those of the first operand"
+        assert bias is None or takes_bias(bias, out), "``takes_bias`` refuses others"
         place = 0 if bias is None else bias.data.ptr
         shape = dz.shape[1], x.shape[1]
         weights[i] = (out.data.ptr, place, *shape, *steps, accumulate, accumulate_bias, tiles, 0)
