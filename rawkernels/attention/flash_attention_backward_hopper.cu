@@ -1,13 +1,13 @@
 // The gradient of attention on Hopper, second of three launches: dk and dv by key tiles, dq summed in fp32.
-// (first and third: flash_attention_backward_hopper_rows.cu)
+// (first and third: flash_attention_backward_hopper_rows.cu; the third is left out if chain > 1)
 // Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up); EXTRAS = false; DROPOUT = false, true;
-//            BIASED = false; DETERMINISTIC = false, true (dq summed in the order of the tiles); CHAINED = false
+//            BIASED = false; DETERMINISTIC = false, true (dq summed in the order of the tiles); AHEAD = false
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, any bias, ALiBi); DROPOUT = false; BIASED = false;
-//            DETERMINISTIC = false, true; CHAINED = false
+//            DETERMINISTIC = false, true; AHEAD = false
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = false; DROPOUT = false; BIASED = true (a bias of 16-bit numbers,
-//            loaded by TMA, and nothing else); DETERMINISTIC = false, true; CHAINED = false
+//            loaded by TMA, and nothing else); DETERMINISTIC = false, true; AHEAD = false
 // Constants: scalar = f16, bf16; WIDTH = 64; EXTRAS = false; DROPOUT = false, true; BIASED = false; DETERMINISTIC = false;
-//            CHAINED = true (a block takes all tiles of a head: dq_sum is not cleared before)
+//            AHEAD = true (sequences are neither packed nor of unequal lengths, and queries see each tile)
 // Launch:    grid = (min(key tiles / chain, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
@@ -21,30 +21,24 @@
 // one computes exponentials while the products of the other run.
 // Dropout: the signs of P^T, set during the exponentials, hold the mask. dS^T is in units of 1 / (1 - p): delta comes in these
 // units, and dK and dQ are scaled at the end, so the inner loop needs no factor.
+// AHEAD: the next tile's keys are in a second buffer before a tile ends, so its first S^T runs beside the last dQ, and values
+// are loaded from the last dP^T on.
 #include "attention/common/attention_backward_hopper.cuh"
 #include "attention/common/backward_pipeline_hopper.cuh"
+#include "attention/common/backward_sums_hopper.cuh"
 
 static_assert(WIDTH <= 128, "flash_attention_backward_hopper.cu: WIDTH is 64 or 128");
 static_assert(!EXTRAS || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too few registers");
 static_assert(!BIASED || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too little shared memory");
 constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
-    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES
+    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES + MORE_KEY_BYTES
     + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? STAGES * (WORD_BYTES + KEY_WORD_BYTES) : 0);
 // Registers suffice for S^T together with both halves of dQ.
 constexpr bool ROOM = WIDTH == 64;
 
-constexpr u32 NONE = ~0u;  // instead of a part of dq: the end
-
-// The order of additions to dq.
-__device__ __forceinline__ void wait_turn(const int* turn, int mine) {
-    while (load_acquire(turn) != mine) {}
-    fence_async_proxy_global();
-}
-__device__ __forceinline__ void end_turn(int* turn) {
-    fence_async_proxy_global();
-    increment_release(turn);
-}
+// Both warpgroups run the same code, for the instruction cache. At WIDTH = 128 this was slower, and EXTRAS spill.
+constexpr bool ONE_CODE = WIDTH == 64;
 
 // Packs P^T. With dropout a dropped weight is negative and becomes zero.
 __device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first) {
@@ -82,28 +76,18 @@ __device__ __forceinline__ void make_opaque(long long& at, u32& x, u32& y) {
     y = opaque(y);
 }
 
-// Stores a half of dQ to shared memory for the warp that adds it.
-__device__ __forceinline__ void stage_dq(const Shared& m, float (&dq)[32], int half) {
-    int thread = threadIdx.x % 128;
-    thread = opaque(thread);
-    keep_live(dq);
-    if (half == 0) bar_sync(FREE, 160);
-#pragma unroll
-    for (int i = 0; i < 32; i += 4)
-        store_shared(m.sums + half * SUM_BYTES + (i / 4 * 128 + thread) * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-}
-
-// A step: a block of queries with the tile's keys. SUMS: this warpgroup computes dQ of the step.
+// A step: a block of queries with the tile's keys. SUMS: this warpgroup computes dQ of the step. begins: it is the tile's first
+// step; left: how many are left, with it.
 template <bool SUMS>
-__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left, Ring& ring,
-                                     float (&st)[BM / 2], float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2],
-                                     float* dbias, const TensorMap& ds_map, int stores_ds) {
+__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left, int round, bool begins,
+                                     Ring& ring, float (&st)[BM / 2], float (&dk_sum)[WIDTH / 2],
+                                     float (&dv_sum)[WIDTH / 2], float* dbias, const TensorMap& ds_map, int stores_ds) {
     // opaque, here and below: otherwise the compiler keeps addresses in registers that the accumulators need
     int thread = threadIdx.x % 128;
     if (!EXTRAS) thread = opaque(thread);
     const int warp_row = 64 * w + thread / 32 * 16;
     const float scale_log2 = a.scale * LOG2E;
-    const u32 info = m.steps + 16 * ring.stage;
+    const u32 info = step_of<AHEAD>(m, ring);
     const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
     const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
     const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
@@ -112,7 +96,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
     if (!EXTRAS) {
         u32 values = m.v + w * 64 * 128;
-        if (DROPOUT || DETERMINISTIC) values = opaque(values);  // otherwise ptxas spills a descriptor
+        if (DROPOUT || DETERMINISTIC || AHEAD) values = opaque(values);  // otherwise ptxas spills a descriptor
         keep_live(dst); wgmma_fence();
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, values, grad);
         wgmma_commit();
@@ -216,10 +200,11 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
         wgmma_commit();
         keep_live(dst); wgmma_fence();  // dP^T only now: its registers were in use
-        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
+        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, opaque(m.v + w * 64 * 128), grad);  // opaque: as above
         wgmma_commit(); wgmma_wait<0>(); keep_live(dst); keep_live(dv_sum);
     } else {
         wgmma_wait<1>(); keep_live(dst);  // dP^T is complete, dV still runs
+        if (AHEAD && left == 1) release(m.v_empty);
     }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
@@ -268,6 +253,10 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     const int part = SUMS ? field(info, PART) : 0, block = SUMS && DETERMINISTIC ? field(info, BLOCK) : 0;
     const u32 grad_empty = m.grad_empty + 8 * ring.stage, q_empty = m.q_empty + 8 * ring.stage;
     if (BIASED && thread == 0) bulk_wait_read();  // dS of the other stage has been stored
+    if (AHEAD && begins && thread == 0) {
+        bulk_wait_read();  // dK and dV of the previous tile have been stored: dK from dS of the other stage, dV from the keys
+        mbar_arrive(m.k_empty + 8 * ((round + 1) & 1));
+    }
     if (SUMS) {
         bar_sync(WHOLE + ring.stage, CONSUMERS);
     } else {
@@ -283,7 +272,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             keep_live(dq[n]); wgmma_fence();
-            if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile + n * BN * 128, m.k);
+            if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile + n * BN * 128, keys_of<AHEAD>(m, tile));
             else product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile, m.k + n * BN * 128);
             wgmma_commit();
             wgmma_wait<1>();
@@ -297,17 +286,32 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         if (!ROOM) stage_dq(m, dq[0], 0);
     }
     ring.next();
-    // After the last step this product is computed and not used: with a branch ptxas would serialize all products.
-    if (left > 1) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
+    // S^T of the next step, which AHEAD may be the next tile's first. After the last step this product is computed and not
+    // used: with a branch ptxas would serialize all products.
+    bool more = left > 1;
+    u32 keys = keys_of<AHEAD>(m, tile);
+    if (AHEAD && !more) {
+        const u32 next = tile ^ (u32)sizeof(Tile), other = 8 * ((round + 1) & 1), parity = (round + 1) / 2 & 1;
+        mbar_wait(m.tile_full + other, parity);
+        more = field(next, FIRST) >= 0;
+        if (more) mbar_wait(m.k_full + other, parity);
+        keys = keys_of<AHEAD>(m, next);
+    }
+    if (more) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
     keep_live(st); wgmma_fence();
-    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, left > 1 ? m.q + ring.stage * Q_BYTES : m.k);
+    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys + w * 64 * 128, more ? m.q + ring.stage * Q_BYTES : m.k);
     wgmma_commit();
     wgmma_wait<1>();  // S^T of the next step still runs
     if (SUMS) {
-        if (ROOM) stage_dq(m, dq[0], 0);
-        stage_dq(m, dq[1], 1);
+        if (AHEAD && part & LAST) {
+            finish_dq(m, dq, a.scale * a.keep_scale, part & FRESH, w);
+        } else {
+            if (ROOM) stage_dq(m, dq[0], 0);
+            stage_dq(m, dq[1], 1);
+        }
         if (thread == 0) {
             store_shared(m.part, (u32)part);
+            if (AHEAD) store_shared(m.next, more ? (u32)field(step_of<AHEAD>(m, ring), PART) : NONE);
             if (DETERMINISTIC) {  // tiles of keys add in order, from the first one that sees the block
                 tile = opaque(tile);
                 const int first = field(tile, FIRST), first_key = max(0, block * BM - field(tile, SHIFT) - a.left);
@@ -325,18 +329,43 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     wgmma_wait<0>(); keep_live(st);
 }
 
-// Consumer warpgroup w: keys 64 w .. 64 w + 63 of all tiles.
-template <int w>
+// Rounds dK or dV.
+__device__ __forceinline__ void round_gradient(u32 (&rounded)[WIDTH / 16][4], float (&sum)[WIDTH / 2], float factor) {
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; ++i) sum[i] *= factor;
+    pack(rounded, sum);
+}
+
+// Begins the first S^T of a tile.
+__device__ __forceinline__ void first_logits(const Shared& m, int w, float (&st)[BM / 2], u32 q_tile) {
+    u32 keys_tile = m.k + w * 64 * 128;
+    keys_tile = opaque(keys_tile);
+    q_tile = opaque(q_tile);
+    keep_live(st); wgmma_fence();
+    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
+    wgmma_commit();
+}
+
+// Consumer warpgroup w: keys 64 w .. 64 w + 63 of all tiles. W: w, unless ONE_CODE.
+template <int W>
 __device__ __forceinline__ void consume(const Shared& m, const Attention& a, const TensorMap& dk_map,
                                         const TensorMap& dv_map, scalar* dk, scalar* dv, float* dbias,
                                         const TensorMap& ds_map, int stores_ds) {
+    const int w = ONE_CODE ? warpgroup() - 1 : W;
     Ring ring;
+    float st[BM / 2];
+    if (AHEAD) {  // else the tile's first S^T is computed when the tile before has ended
+        mbar_wait(m.k_full, 0);
+        mbar_wait(m.q_full, 0);
+        first_logits(m, w, st, m.q);
+        wgmma_wait<0>(); keep_live(st);
+    }
     for (int round = 0;; ++round) {
         const u32 tile = tile_of(m, round);
         mbar_wait(m.tile_full + 8 * (round & 1), round / 2 & 1);
         const int first = field(tile, FIRST), keys = field(tile, KEYS);
         if (first < 0) break;
-        mbar_wait(m.k_full, round & 1);
+        if (!AHEAD) mbar_wait(m.k_full, round & 1);
         if ((a.cu_q || a.key_lengths) && first + BN > keys) {
             mbar_wait(m.v_full, round & 1);
             clear_rows(m, keys - first);
@@ -346,24 +375,29 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
 
-        float st[BM / 2];
-        if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
-        keep_live(st); wgmma_fence();
-        u32 keys_tile = m.k + w * 64 * 128, q_tile = m.q + ring.stage * Q_BYTES;
-        if (!left) q_tile = m.k;
-        keys_tile = opaque(keys_tile);
-        q_tile = opaque(q_tile);
-        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
-        wgmma_commit();
-        if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the previous tile has been stored
-        bar_sync(OWN + w, 128);
+        if constexpr (!AHEAD) {
+            if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
+            first_logits(m, w, st, left ? m.q + ring.stage * Q_BYTES : m.k);
+            if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK and dV of the previous tile have been stored
+            bar_sync(OWN + w, 128);
+        }
         mbar_wait(m.v_full, round & 1);
-        wgmma_wait<0>(); keep_live(st);
+        if constexpr (!AHEAD) { wgmma_wait<0>(); keep_live(st); }
+        if constexpr (ONE_CODE) {
+            bool begins = true;
 #pragma unroll 1
-        for (; left > 0; --left) {
-            step<w == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
-            if (--left == 0) break;
-            step<w == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
+            for (; left > 0; --left, begins = false) {
+                if (ring.stage == w)
+                    step<true>(m, tile, a, w, left, round, begins, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
+                else step<false>(m, tile, a, w, left, round, begins, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
+            }
+        } else {
+#pragma unroll 1
+            for (; left > 0; --left) {
+                step<W == 0>(m, tile, a, w, left, round, false, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
+                if (--left == 0) break;
+                step<W == 1>(m, tile, a, w, left, round, false, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
+            }
         }
 
         wgmma_wait<0>(); keep_live(dv_sum); keep_live(dk_sum);
@@ -371,17 +405,31 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         thread = opaque(thread);
         const int warp_row = 64 * w + thread / 32 * 16;
         const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW) + 64 * w;
+        u32 rounded[WIDTH / 16][4];
+        if constexpr (AHEAD) {
+            // dV is staged in this warpgroup's part of the keys, dK in its part of dS of the last step
+            const u32 to_dv = keys_of<AHEAD>(m, tile), to_dk = m.ds + (ring.stage ^ 1) * DS_BYTES;
+            round_gradient(rounded, dv_sum, DROPOUT ? a.keep_scale : 1.f);
+            bar_sync(ALL, CONSUMERS);  // no product reads the keys or dS
+            store_tile<BN>(to_dv, warp_row, rounded);
+            round_gradient(rounded, dk_sum, a.scale * a.keep_scale);
+            store_tile<BN>(to_dk, warp_row, rounded);
+            fence_async_proxy();
+            bar_sync(OWN + w, 128);
+            if (thread == 0) {
+                tma_store(dv_map, to_dv + w * 64 * 128, 0, at, kv_head, batch);
+                tma_store(dk_map, to_dk + w * 64 * 128, 0, at, kv_head, batch);
+                bulk_commit();
+            }
+            continue;
+        }
         const int key_rows = field(tile, KEY_ROWS) - field(tile, FIRST);
         __syncwarp();
         // keys and the tile's fields have been read
         release(freed(m.k_empty, kv_head | batch | at | key_rows, unknown_zero(a.queries)));
         // dV is staged in this warpgroup's part of the values, dK in its part of dS
         const bool whole = !a.cu_q || key_rows >= BN;
-        u32 rounded[WIDTH / 16][4];
-        if (DROPOUT)
-#pragma unroll
-            for (int i = 0; i < WIDTH / 2; ++i) dv_sum[i] *= a.keep_scale;
-        pack(rounded, dv_sum);
+        round_gradient(rounded, dv_sum, DROPOUT ? a.keep_scale : 1.f);
         if (BIASED && thread == 0) bulk_wait_read();  // dS has been stored
         if (whole) store_tile<BN>(m.v, warp_row, rounded);
         else store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
@@ -392,9 +440,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
                 tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
             bulk_commit();
         }
-#pragma unroll
-        for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale * a.keep_scale;
-        pack(rounded, dk_sum);
+        round_gradient(rounded, dk_sum, a.scale * a.keep_scale);
         bar_sync(ALL, CONSUMERS);  // no product reads dS
         if (whole) store_tile<BN>(m.ds, warp_row, rounded);
         else store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
@@ -423,65 +469,42 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     const __grid_constant__ TensorMap v_map,     // (B, S, Hk, Dv); boxes of BN rows
     const __grid_constant__ TensorMap dk_map,    // like k; boxes of 64 rows
     const __grid_constant__ TensorMap dv_map,    // like v; boxes of 64 rows
+    const __grid_constant__ TensorMap dq_map,    // like q; boxes of BM rows; unused unless AHEAD and chain > 1
     const __grid_constant__ Attention a,
     const float* lse,                            // (H, row_blocks, BM), times log2(e); inf for rows without keys or queries
     const float* delta,                          // (H, row_blocks, BM)
-    float* dq_sum,                               // (H, row_blocks, BM * WIDTH) in the order of fragments; zeros unless
-                                                 // CHAINED
+    float* dq_sum,                               // (H, row_blocks, BM * WIDTH) in the order of fragments: zeros; anything
+                                                 // if chain > 1, where dq is complete, too
     scalar* dk,                                  // the array of dk_map
     scalar* dv,
     const Tile* plan,                            // (tiles + 1,)
     float* dbias,                                // (B, H, T, S) of zeros, or null; not with softcap
     int* turns,                                  // (H, row_blocks, 2) of zeros
-    int* counter,                                // 0
+    int* counter,                                // the next tile, or chain of tiles
     int tiles,
     int row_blocks,
     const __grid_constant__ TensorMap bias_map,  // BIASED: (B, T, H, S), or 1 for B and H; boxes of BM rows
     const __grid_constant__ TensorMap ds_map,    // the gradient of all logits, (B, S, H, T); boxes of 64 rows
     int stores_ds,                               // 0: not wanted
-    int chain) {                                 // CHAINED: tiles per head
+    int chain) {                                 // AHEAD: tiles that a block takes in turn; 1, or all of a head
     const Shared m = shared_layout();
-    init_barriers(m, 2);
+    // AHEAD, a warpgroup frees keys when the dV staged there has been stored; else warps do, and the second producer
+    init_barriers(m, AHEAD ? 3 : CONSUMERS / 32 + 1, AHEAD ? CONSUMERS / 32 : 2);
 
     if (warpgroup() == 0) {  // ---- producer
         decrease_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
-            load_all<true, DETERMINISTIC, BIASED, DROPOUT, CHAINED>(m, a, q_map, lse, k_map, plan, counter, tiles,
-                                                                    row_blocks, bias_map, CHAINED ? chain : 1);
+            load_all<true, DETERMINISTIC, BIASED, DROPOUT, AHEAD>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks,
+                                                                  bias_map, chain);
         } else if (threadIdx.x == 32) {
-            load_all<false, DETERMINISTIC, false, DROPOUT>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks,
-                                                           bias_map);
+            load_all<false, DETERMINISTIC, false, DROPOUT, AHEAD>(m, a, dout_map, delta, v_map, plan, counter, tiles,
+                                                                  row_blocks, bias_map);
         } else if (threadIdx.x / 32 == 2) {  // dq
-            bar_arrive(FREE, 160);
-            for (;;) {
-                bar_sync(WRITTEN, 160);
-                const u32 part = load_shared(m.part);
-                if (part == NONE) break;
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) {
-                    if (DETERMINISTIC) wait_turn(turns + 2 * part, (int)load_shared(m.turn));
-                    float* const sums = dq_sum + (long long)(CHAINED ? part & ~FRESH : part) * (BM * WIDTH);
-                    if (CHAINED && part & FRESH) {
-                        bulk_store(sums, m.sums, 2 * SUM_BYTES);
-                    } else {
-                        if (CHAINED) bulk_wait();  // the earlier sums are in memory
-                        bulk_add(sums, m.sums, 2 * SUM_BYTES);
-                    }
-                    bulk_commit();
-                    bulk_wait_read();
-                }
-                __syncwarp();
-                bar_arrive(FREE, 160);
-                if (DETERMINISTIC && threadIdx.x % 32 == 0) {
-                    bulk_wait();
-                    end_turn(turns + 2 * part);
-                }
-            }
-            bulk_wait();
+            sum_dq(m, a, dq_map, dq_sum, turns, row_blocks, chain);
         }
     } else {  // ---- consumers
         increase_registers<CONSUMER_REGISTERS>();
-        if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
+        if (ONE_CODE || warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
         else consume<1>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
     }
 }

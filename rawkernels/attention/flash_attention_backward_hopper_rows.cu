@@ -62,12 +62,12 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
 // A block of rows of one head.
 struct Rows { Sequence s; int head, first, count; long long side; };  // side: the number of the block in lse_rows etc.
 __device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
-    // from the end, so that L2 holds what the next launch reads first
+    // from the end, so that L2 holds what the next launch reads first; the heads of a row, adjacent in memory, together
     const int index = gridDim.x - 1 - blockIdx.x, blocks = (a.queries + BM - 1) / BM;
-    const int sheet = index / blocks, block = index % blocks;
+    const int rows = index / a.heads, block = rows % blocks;
     Rows r;
-    r.s = sequence_at(a, sheet / a.heads);
-    r.head = sheet % a.heads;
+    r.s = sequence_at(a, rows / blocks);
+    r.head = index % a.heads;
     r.first = block * BM;
     r.count = min(BM, r.s.queries - r.first);
     r.side = (long long)r.head * row_blocks + first_row_block(a, r.s) + block;
@@ -86,12 +86,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     float* __restrict__ delta,           // like lse, or null
     float* __restrict__ dq_sum,          // (H, row_blocks, BM * WIDTH)
     Tile* __restrict__ plan,             // (tiles + 1,)
-    int* __restrict__ counter,
+    int* __restrict__ counter,           // becomes `blocks`: those of the main launch, which compute the first tiles
     int* __restrict__ turns,             // (H, row_blocks, 2) if dq is summed in order, or null
+    int blocks,
     int tiles,
     int section,
     int row_blocks) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counter = blocks;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i <= tiles; i += gridDim.x * THREADS)
         plan[i] = tile_at(a, i, tiles, section, turns != nullptr);
 
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     if (r.count <= 0) return;
     const int lane = threadIdx.x % LANES, row0 = threadIdx.x / LANES;
     const long long at = r.s.first_query + r.first;
-    const long long number = a.cu_q ? 0 : r.s.number;
+    const long long number = a.cu_q ? 0 : r.s.number, lse_at = number * a.lse_batch + r.head * a.lse_head + at;
     out += number * a.out.batch + at * a.out.row + r.head * a.out.head + 8 * lane;
     dout += number * a.dout.batch + at * a.dout.row + r.head * a.dout.head + 8 * lane;
     const bool columns = 8 * lane < a.value_dim;
@@ -109,12 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; pass += 4) {
         uint4 x[4], y[4];
-        float sum[4];
+        float sum[4], at_row[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = row0 + (pass + i) * (THREADS / LANES);
             x[i] = columns && row < r.count ? *(const uint4*)(out + row * a.out.row) : zeros();
             y[i] = columns && row < r.count ? *(const uint4*)(dout + row * a.dout.row) : zeros();
+            at_row[i] = lane == 0 && row < r.count ? lse[lse_at + row] : NEG_INF;
         }
 #pragma unroll
         for (int i = 0; i < 8 && !CHAINED; ++i) sums[(2 * pass + i) * THREADS + threadIdx.x] = zeros();
@@ -128,12 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
         for (int i = 0; i < 4; ++i) {
             const int row = row0 + (pass + i) * (THREADS / LANES);
             const bool inside = row < r.count;
-            const long long e = number * a.lse_batch + r.head * a.lse_head + at + row;
             if (lane) continue;
-            const float value = inside ? lse[e] : NEG_INF;
-            lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2E;
-            if (inside && dlse) sum[i] -= dlse[e];
-            if (inside && delta) delta[e] = sum[i];
+            lse_rows[r.side * BM + row] = at_row[i] == NEG_INF ? INF : at_row[i] * LOG2E;
+            if (inside && dlse) sum[i] -= dlse[lse_at + row];
+            if (inside && delta) delta[lse_at + row] = sum[i];
             delta_rows[r.side * BM + row] = inside ? sum[i] / a.keep_scale : 0.f;
         }
     }

@@ -205,11 +205,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
     scalar* dk,                                  // the array of dk_map
     scalar* dv,
     const Tile* plan,                            // (tiles + 1,)
-    int* counter,                                // 0
+    int* counter,                                // the next tile, or chain of tiles
     int tiles,
     int row_blocks) {
     const Shared m = shared_layout();  // dS^T at m.ds, two tiles of P^T after it
-    init_barriers(m, CONSUMERS / 32);
+    init_barriers(m, CONSUMERS / 32 + 1, CONSUMERS / 32);
 
     if (warpgroup() == 0) {  // ---- producer
         decrease_registers<PRODUCER_REGISTERS>();

@@ -1,7 +1,8 @@
 """The gradient of raw-hopper: ``rawkernels/attention/flash_attention_backward_hopper*.cu``.
 
 Three launches, and a fourth for a bias that TMA loads: a kernel over rows (delta, and the order of
-the tiles), the main kernel (dk, dv and sums of dq), and one that rounds dq.
+the tiles), the main kernel (dk, dv and sums of dq), and one that rounds dq, unless the main kernel
+computes all tiles of a head in one block.
 """
 
 import functools
@@ -66,7 +67,7 @@ def refuse(
 
 def main_kernel(
     dtype: Any, size: int, *, extras: bool, dropout: bool, biased: bool, deterministic: bool,
-    chained: bool,
+    ahead: bool,
 ) -> tuple[str, str, dict[str, Any]]:  # fmt: skip
     """Return (file, name, constants) of the main kernel for both head sizes up to ``size``."""
     if extras or biased:
@@ -76,28 +77,43 @@ def main_kernel(
     if width == 256:
         return WIDE_FILE, f"{NAME}_wide", constants | {"SIZE": 192 if size <= 192 else 256}
     constants |= {"EXTRAS": extras, "DROPOUT": dropout, "BIASED": biased}
-    return FILE, NAME, constants | {"DETERMINISTIC": deterministic, "CHAINED": chained}
+    return FILE, NAME, constants | {"DETERMINISTIC": deterministic, "AHEAD": ahead}
+
+
+def loads_ahead(
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
+    sink: Any, *, window: tuple, align: str, softcap: float | None, dropout_p: float,
+    max_seqlen_q: int, max_seqlen_k: int, deterministic: bool, **params: Any,
+) -> bool:  # fmt: skip
+    """Return whether a thread block loads the keys of its next tile while it computes a tile.
+
+    Up to head size 64, where lengths are equal and some query sees each tile. With dropout only
+    for tiles in turn: else it was slower.
+    """
+    optional = bias, key_lengths, cu_q, slopes
+    if any(x is not None for x in optional) or softcap or deterministic:
+        return False
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if drops(dropout_p) and tiles_in_turn(q, k, **lengths, **params) == 1:
+        return False
+    left, right = (UNLIMITED if limit is None else limit for limit in window)
+    seen = (max_seqlen_q if align == "top_left" else max_seqlen_k) + right  # keys of any query
+    sees_all = left >= max_seqlen_k and seen > (max_seqlen_k - 1) // TILES[64][1] * TILES[64][1]
+    return sees_all and max(q.shape[-1], v.shape[-1]) <= 64
 
 
 def tiles_in_turn(
-    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
-    sink: Any, *, window: tuple, scale: float, softcap: float | None, max_seqlen_q: int,
-    max_seqlen_k: int, deterministic: bool, **_: Any,
-) -> int:  # fmt: skip
+    q: Array, k: Array, *, scale: float, max_seqlen_q: int, max_seqlen_k: int, **_: Any
+) -> int:
     """Return how many tiles of keys a thread block computes in turn: 1, or all of a KV head.
 
-    With all, no other block adds to dq of that head, and the first tile, which all queries must
-    see, stores it, so that dq needs no zeros. But heads fill the multiprocessors less evenly than
-    tiles do, and a long head exceeds L2.
+    With all, no other block adds to dq of that head: the first tile, which all queries must see,
+    stores the sums, and the last one that a query sees rounds them. But heads fill the
+    multiprocessors less evenly than tiles do, and a long head exceeds L2. Of calls for which
+    ``loads_ahead``.
     """
-    optional = bias, key_lengths, cu_q, slopes
-    if any(x is not None for x in optional) or softcap or scale <= 0:
-        return 1
-    if max(q.shape[-1], v.shape[-1]) > 64 or deterministic:
-        return 1
-    left = UNLIMITED if window[0] is None else window[0]
     tiles = -(-max_seqlen_k // TILES[64][1])
-    if not left >= max_seqlen_k >= max_seqlen_q or tiles > MAX_TURN:
+    if max_seqlen_q > max_seqlen_k or scale <= 0 or tiles > MAX_TURN:
         return 1
     heads = k.shape[2] * q.shape[0]
     return tiles if -heads % gpu(q.device.id).multiprocessors <= MAX_IDLE * heads else 1
@@ -117,7 +133,7 @@ def compile_backward(
         q.device.id, q.dtype, max(q.shape[-1], v.shape[-1]),
         extras=slopes is not None or bool(params["softcap"]),
         dropout=drops(params["dropout_p"]), biased=False, deterministic=params["deterministic"],
-        chained=tiles_in_turn(q, k, v, bias, *others, **params) > 1,
+        ahead=loads_ahead(q, k, v, bias, *others, **params),
     )  # fmt: skip
 
 
@@ -139,12 +155,13 @@ class _Plan:
         multiprocessors = gpu(q.device.id).multiprocessors
         extras = slopes is not None or bool(params["softcap"])
         self.bias = None if extras else _staged(bias, q.dtype, launch, needs_bias)
-        self.in_turn = tiles_in_turn(*inputs, **params)
+        ahead = loads_ahead(*inputs, **params)
+        self.in_turn = tiles_in_turn(*inputs[:2], **params) if ahead else 1
         self.file, self.name, self.constants = main_kernel(
             q.dtype, max(q.shape[-1], v.shape[-1]),
             extras=extras or (bias is not None and self.bias is None), dropout=launch.dropout,
             biased=self.bias is not None, deterministic=bool(launch.deterministic),
-            chained=self.in_turn > 1,
+            ahead=ahead,
         )  # fmt: skip
         self.width = self.constants["WIDTH"]
         self.rows, self.keys = TILES[self.width]
@@ -215,8 +232,10 @@ def backward(
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
     dlogits = _logit_gradients(launch, plan, q) if needs[3] else None
 
-    dq_sum = _launch_main(launch, plan, (q, k, v), (out, dout, lse, dlse), dk, dv, delta, dlogits)
-    plan.row_kernel("dq")(plan.row_grid, (256,), launch.problem, dq_sum, dq, plan.row_blocks)
+    grads = dq, dk, dv
+    dq_sum = _launch_main(launch, plan, (q, k, v), (out, dout, lse, dlse), grads, delta, dlogits)
+    if plan.in_turn == 1:
+        plan.row_kernel("dq")(plan.row_grid, (256,), launch.problem, dq_sum, dq, plan.row_blocks)
     dbias = _sum_bias(launch, plan, dlogits, bias) if needs[3] else None
     dsink = sink_gradient(sink, lse, delta) if needs[8] else None
     return dq, dk, dv, dbias, None, None, None, None, dsink
@@ -239,12 +258,13 @@ def _logit_gradients(launch, plan, q):
     return arrays.empty(q, (*lead, launch.keys, -(-launch.queries // 8) * 8))
 
 
-def _launch_main(launch, plan, qkv, outs, dk, dv, delta, dlogits):
+def _launch_main(launch, plan, qkv, outs, grads, delta, dlogits):
     """Compute dk, dv, delta and the gradient of the logits; return the sums of dq, unrounded.
 
-    ``outs``: out, dout, lse and dlse. ``delta`` and ``dlogits`` may be None.
+    Where a block computes all tiles of a head, dq is complete. ``outs``: out, dout, lse and dlse.
+    ``grads``: dq, dk and dv. ``delta`` and ``dlogits`` may be None.
     """
-    (q, k, v), dout, rows = qkv, outs[1], plan.rows
+    (q, k, v), dout, (dq, dk, dv), rows = qkv, outs[1], grads, plan.rows
     stats = arrays.empty(q, (2, launch.heads, plan.row_blocks, rows), np.float32)  # lse and delta
     dq_sum = arrays.empty(q, (launch.heads, plan.row_blocks, rows * plan.width), np.float32)
     order = arrays.empty(q, ((plan.tiles + 1) * TILE_BYTES + 16,), np.uint8)
@@ -253,7 +273,7 @@ def _launch_main(launch, plan, qkv, outs, dk, dv, delta, dlogits):
         turns = arrays.empty(q, (launch.heads, plan.row_blocks, 2), np.int32)
     plan.row_kernel("rows")(
         plan.row_grid, (256,), launch.problem, *outs, stats[0], stats[1], delta, dq_sum, order,
-        counter, turns, plan.tiles, plan.section, plan.row_blocks,
+        counter, turns, *plan.main_grid, plan.tiles, plan.section, plan.row_blocks,
     )  # fmt: skip
 
     loads = ((q, rows), (dout, rows), (k, plan.keys), (v, plan.keys))
@@ -266,6 +286,7 @@ def _launch_main(launch, plan, qkv, outs, dk, dv, delta, dlogits):
         dlogits_map = tensor_map(dlogits.swapaxes(1, 2), 64) if stored else maps[0]
         shared += (None if by_tma else dlogits), turns
         by_bias = bias_map, dlogits_map, stored, plan.in_turn
+        maps.append(tensor_map(dq, rows) if plan.in_turn > 1 else maps[0])
     kernel(plan.file, plan.name, **plan.constants)(
         plan.main_grid, (384,), *maps, launch.problem, *shared, counter, plan.tiles,
         plan.row_blocks, *by_bias, shared_bytes=SHARED_BYTES,

@@ -15,13 +15,15 @@ constexpr int DS_BYTES = BN * BM * 2;
 constexpr int ROWS_BYTES = BM * 4;  // of lse or delta
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
 constexpr int BIAS_BYTES = BM * BN * 2;
+constexpr int MORE_KEY_BYTES = WIDTH == 64 ? K_BYTES : 0;  // there is room for a second buffer of keys
 constexpr int WORD_BYTES = BM / 16 * QUERY_WORDS * 4, KEY_WORD_BYTES = BN / 16 * KEY_WORDS * 4;  // of dropout
 // Named barriers: ALL consumers; OWN + w: a warpgroup; FREE, WRITTEN: the buffer of dq sums; WHOLE + stage: dS of a step.
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, index, steps, tiles;
-    u32 lse, delta, k, v, q, grad, ds, sums, bias, words, key_words;
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, sums_full;
+    u32 part, next, turn, index, steps, tiles;
+    u32 lse, delta, k, v, q, grad, ds, sums, more_keys, bias, words, key_words;
 };
 __device__ __forceinline__ Shared shared_layout() {
     Shared m;
@@ -29,14 +31,16 @@ __device__ __forceinline__ Shared shared_layout() {
     m.q_empty = m.q_full + 8 * STAGES;
     m.grad_full = m.q_empty + 8 * STAGES;
     m.grad_empty = m.grad_full + 8 * STAGES;
-    m.k_full = m.grad_empty + 8 * STAGES;
-    m.k_empty = m.k_full + 8;
-    m.v_full = m.k_full + 16;
-    m.v_empty = m.k_full + 24;
-    m.tile_full = m.k_full + 32;
-    m.part = m.k_full + 48;
-    m.turn = m.k_full + 64;
-    m.index = m.k_full + 72;
+    m.k_full = m.grad_empty + 8 * STAGES;  // two, as there may be two buffers of keys
+    m.k_empty = m.k_full + 16;
+    m.v_full = m.k_full + 32;
+    m.v_empty = m.k_full + 40;
+    m.tile_full = m.k_full + 48;
+    m.sums_full = m.k_full + 64;
+    m.part = m.k_full + 72;
+    m.next = m.k_full + 76;
+    m.turn = m.k_full + 80;
+    m.index = m.k_full + 84;
     m.steps = m.q_full + 256;
     m.tiles = m.q_full + 512;
     m.lse = m.q_full + 1024;
@@ -47,7 +51,8 @@ __device__ __forceinline__ Shared shared_layout() {
     m.grad = m.q + STAGES * Q_BYTES;
     m.ds = m.grad + STAGES * Q_BYTES;
     m.sums = m.ds + 2 * DS_BYTES;
-    m.bias = m.words = m.sums + 2 * SUM_BYTES;  // no kernel uses both
+    m.more_keys = m.sums + 2 * SUM_BYTES;
+    m.bias = m.words = m.more_keys + MORE_KEY_BYTES;  // no kernel uses both
     m.key_words = m.words + STAGES * WORD_BYTES;
     return m;
 }
@@ -60,14 +65,28 @@ __device__ __forceinline__ int field(u32 tile, int number) { return (int)load_sh
 // Fields of a Tile.
 enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES,
        OPEN_FROM, OPEN_TO };
-// Fields of a step, by its stage of queries: the part of dq sums, the queries' block and head, whether it needs the mask.
+// Fields of a step: the part of dq sums, the queries' block and head, whether it needs the mask.
 enum { PART, BLOCK, STEP_HEAD, MASKED };
-constexpr u32 FRESH = 1u << 31;  // bit of PART: store to it instead of adding
+constexpr u32 FRESH = 1u << 31, LAST = 1u << 30;  // bits of PART, if chain > 1: the first, the last tile that adds to it
+// The keys of a tile of a chain are the last ones that a block of queries sees.
+__device__ __forceinline__ bool is_last(const Attention& a, u32 tile, int block) {
+    const int next = field(tile, FIRST) + BN;
+    return next >= field(tile, KEYS) || block < max(0, next + field(tile, SHIFT) - a.right) / BM;
+}
 
 using Ring = PipelineState<STAGES>;
+// The fields of a step. AHEAD: of twice as many steps as there are stages, so that they are written before a stage is free.
+template <bool AHEAD> __device__ __forceinline__ u32 step_of(const Shared& m, const Ring& ring) {
+    return m.steps + 16 * (ring.stage + (AHEAD ? STAGES * ring.parity : 0));
+}
 
 // The tile of a round: double-buffered.
 __device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
+
+// The buffer of a tile's keys. AHEAD: of two in turn, so that the next tile's keys are there before a tile ends.
+template <bool AHEAD> __device__ __forceinline__ u32 keys_of(const Shared& m, u32 tile) {
+    return AHEAD ? m.k + (tile - m.tiles) / (int)sizeof(Tile) * (m.more_keys - m.k) : m.k;
+}
 
 // The block of queries after `block`, cyclically upwards or, DOWN, downwards.
 template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int block) {
@@ -77,22 +96,25 @@ template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int blo
 
 // One producer thread: loads all steps of all tiles. QUERIES: q with lse, if BIASED the bias, and the tile's keys; otherwise
 // dout with delta, and the values. With DROPOUT they also load the random words of queries and of keys, respectively. The
-// first step is loaded before the keys or values, whose buffer becomes free later. CHAINED: a block takes the `chain` tiles
-// of a KV head in order; the first tile, which all queries see, stores dq sums instead of adding.
-template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false, bool CHAINED = false>
+// first step is loaded before the keys or values, whose buffer becomes free later. AHEAD: keys have two buffers. With
+// chain > 1 a block takes the `chain` tiles of a KV head in order; the first one, which all queries see, stores dq sums instead
+// of adding, and the last one that a block of queries sees completes them.
+template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false, bool AHEAD = false>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
                                          const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
                                          int row_blocks, const TensorMap& bias_map, int chain = 1) {
     const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
-    const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
     Ring ring;
     for (u32 round = 0;; ++round) {
         const u32 tile = tile_of(m, round), parity = round / 2 & 1, known = m.tile_full + 8 * (round & 1);
+        const u32 of_tile = AHEAD ? 8 * (round & 1) : 0, of_next = 8 - of_tile;
+        if (AHEAD && !QUERIES) mbar_arrive(m.k_empty + of_next);  // the fields of the tile before have been read
         if (QUERIES) {
+            if (AHEAD && round) mbar_wait(m.k_empty + of_tile, (round - 1) / 2 & 1);
             int index = 0;
-            if (CHAINED && round % chain) index = load_shared(m.index) + 1;
-            else index = chain * (round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x);
-            if (CHAINED) store_shared(m.index, (u32)index);  // kept in shared memory: no register is free
+            if (AHEAD && round % chain) index = load_shared(m.index) + 1;
+            else index = chain * (round ? atomicAdd(counter, 1) : blockIdx.x);
+            if (AHEAD) store_shared(m.index, (u32)index);  // kept in shared memory: no register is free
             mbar_expect(known, sizeof(Tile));
             bulk_load(tile, plan + min(index, tiles), sizeof(Tile), known);
         }
@@ -101,19 +123,23 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
         int block = field(tile, START), head = field(tile, HEAD) * a.group, left = field(tile, BLOCKS) * a.group;
         for (bool loaded = false; left > 0 || !loaded; --left) {
             if (left > 0) {
-                const u32 bar = full + 8 * ring.stage, step = m.steps + 16 * ring.stage;
+                const u32 bar = full + 8 * ring.stage;
                 const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;
-                mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-                if (QUERIES) {
-                    store_shared(step + 4 * PART, (u32)part | (CHAINED && !field(tile, FIRST) ? FRESH : 0));
+                if (!AHEAD || !QUERIES) mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                if (QUERIES) {  // AHEAD, while the stage is still in use
+                    const u32 step = step_of<AHEAD>(m, ring);
+                    u32 bits = 0;
+                    if (AHEAD && chain > 1) bits = (field(tile, FIRST) ? 0 : FRESH) | (is_last(a, tile, block) ? LAST : 0);
+                    store_shared(step + 4 * PART, part | bits);
                     store_shared(step + 4 * BLOCK, (u32)block);
                     store_shared(step + 4 * STEP_HEAD, (u32)head);
                     store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
+                    if (AHEAD) mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                 }
                 mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0)
                                  + (DROPOUT ? (QUERIES ? WORD_BYTES : KEY_WORD_BYTES) : 0));
                 load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
-                          field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
+                          (AHEAD ? 0 : field(tile, QUERY_ROW)) + block * BM, head, field(tile, BATCH));
                 bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
                 if (BIASED)
 #pragma unroll
@@ -121,7 +147,8 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                         tma_load(m.bias + ring.stage * BIAS_BYTES + c * BM * 128, bias_map, bar, field(tile, FIRST) + 64 * c,
                                  block * BM, a.bias.head ? head : 0, a.bias.batch ? field(tile, NUMBER) : 0);
                 if (DROPOUT && QUERIES) {
-                    const int number = field(tile, NUMBER), token = a.cu_q ? field(tile, QUERY_ROW) : number * a.queries;
+                    const int number = field(tile, NUMBER);
+                    const int token = !AHEAD && a.cu_q ? field(tile, QUERY_ROW) : number * a.queries;
                     const int row = head * a.query_rows + token / 16 + number + block * (BM / 16);
                     bulk_load(m.words + ring.stage * WORD_BYTES, a.query_words + (long long)row * QUERY_WORDS, WORD_BYTES,
                               bar);
@@ -134,16 +161,19 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                 if (block == field(tile, START)) ++head;
             }
             if (loaded) continue;
-            mbar_wait(kv_empty, (round & 1) ^ 1);
+            const u32 kv_full = QUERIES ? m.k_full + of_tile : m.v_full;
+            if (!AHEAD || !QUERIES) mbar_wait(QUERIES ? m.k_empty : m.v_empty, (round & 1) ^ 1);
             mbar_expect(kv_full, K_BYTES);
-            load_tile(QUERIES ? m.k : m.v, kv_map, kv_full, BN, field(tile, KEY_ROW), field(tile, HEAD), field(tile, BATCH));
+            load_tile(QUERIES ? keys_of<AHEAD>(m, tile) : m.v, kv_map, kv_full, BN, field(tile, KEY_ROW), field(tile, HEAD),
+                      field(tile, BATCH));
             loaded = true;
         }
-        if (!QUERIES) mbar_arrive(m.k_empty);  // the tile's fields have been read
+        if (!AHEAD && !QUERIES) mbar_arrive(m.k_empty);  // the tile's fields have been read
     }
 }
 
-__device__ __forceinline__ void init_barriers(const Shared& m, int value_users) {
+// Users: arrivals that free a buffer of keys, and that of values.
+__device__ __forceinline__ void init_barriers(const Shared& m, int key_users, int value_users) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbar_init(m.q_full + 8 * i, 1);
@@ -151,12 +181,14 @@ __device__ __forceinline__ void init_barriers(const Shared& m, int value_users) 
             mbar_init(m.q_empty + 8 * i, CONSUMERS / 32);
             mbar_init(m.grad_empty + 8 * i, CONSUMERS / 32);
         }
-        mbar_init(m.k_full, 1);
+        for (int i = 0; i < 2; ++i) {
+            mbar_init(m.k_full + 8 * i, 1);
+            mbar_init(m.k_empty + 8 * i, key_users);
+            mbar_init(m.tile_full + 8 * i, 1);
+        }
         mbar_init(m.v_full, 1);
-        mbar_init(m.tile_full, 1);
-        mbar_init(m.tile_full + 8, 1);
-        mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // the consumers' warps and the second producer
         mbar_init(m.v_empty, value_users);
+        mbar_init(m.sums_full, 1);
         mbar_init_done();
     }
     __syncthreads();

@@ -3,15 +3,18 @@
 import itertools
 
 import compiled
+import emulator
 import numpy as np
 import pytest
 from attention_formula import assert_close, gradients
+from attention_problems import whole_head_arguments
 from checks import find, sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import sources
 from gpuattn.errors import UnsupportedError
 from gpuattn.ops.attention import hopper as attention_hopper
+from gpuattn.ops.attention import hopper_backward
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
 
 FILE = "attention/flash_attention_forward_hopper.cu"
@@ -52,6 +55,37 @@ def test_shared_memory_size_equals_the_kernel_layout(nvrtc, width, bias, extras)
     size = attention_hopper.shared_bytes(used)
     check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
     compiled.check_front_end(sources.source_text(FILE, **used) + check, "sm_90a", FILE)
+
+
+FULL, CAUSAL = {"window": (None, None)}, {"window": (None, 0)}
+AHEAD = [  # changes; whether keys are loaded ahead, and the tiles in turn where they are
+    ({"T": 512, **FULL}, True, 4),
+    ({"T": 512, **FULL, "dropout_p": 0.1}, True, 4),
+    ({"T": 300, **CAUSAL}, True, 3),
+    ({"T": 513, **FULL}, True, 1),
+    ({"T": 513, **FULL, "dropout_p": 0.1}, False, None),  # measured slower
+    ({"T": 200, "S": 330, **CAUSAL}, True, 3),
+    ({"T": 256, "S": 330, **CAUSAL, "align": "top_left"}, False, None),  # none sees the last tile
+    ({"T": 257, "S": 330, **CAUSAL, "align": "top_left"}, True, 3),
+    ({"T": 330, "S": 200, **FULL}, True, 1),
+    ({"T": 512, "window": (100, 0)}, False, None),
+    ({"T": 512, **FULL, "D": 72}, False, None),
+    ({"T": 512, **FULL, "deterministic": True}, False, None),
+    ({"T": 512, **FULL, "softcap": 3.0}, False, None),
+    ({"T": 512, **FULL, "key_lengths": 1}, False, None),
+    ({"T": 512, **FULL, "scale": -1.0}, True, 1),
+    ({"T": 512, **FULL, "B": 3, "H": 5}, True, 1),  # 15 heads on 12 multiprocessors
+]
+
+
+@pytest.mark.parametrize("changes, ahead, in_turn", AHEAD)
+def test_which_gradients_load_keys_ahead(changes, ahead, in_turn):
+    inputs, params = whole_head_arguments(np, **changes)
+    inputs[:3] = map(emulator.as_array, inputs[:3])
+    with emulator.Machine(seed=1, multiprocessors=12).in_place():
+        assert hopper_backward.loads_ahead(*inputs, **params) is ahead
+        if ahead:
+            assert hopper_backward.tiles_in_turn(*inputs[:2], **params) == in_turn
 
 
 def hopper(xp):
