@@ -199,7 +199,8 @@ def layer(rows, depth, columns, dtype=BFLOAT16):
     (*layer(16384, 384, 1536), {}, "raw-hopper", None),
     (*layer(8192, 384, 1536), {}, "cublaslt", "768 tiles"),
     (*layer(16384, 384, 1536, np.float32), {}, "cublaslt", "float32"),
-    (*layer(16384, 1024, 1536), {}, "cublaslt", "1024 inputs"),
+    (*layer(16384, 1600, 1536), {}, "raw-hopper", None),
+    (*layer(16384, 1608, 1536), {}, "cublaslt", "1608 inputs"),
     (*layer(16384, 384, 1536), {"activation": "relu"}, "cublaslt", "the kernel computes GELU"),
     (*layer(16384, 384, 1536), {"bias": True}, "raw-hopper", None),
     (*layer(16384, 384, 1536), {"bias": True, "activation": "gelu_exact"}, "raw-hopper", None),
@@ -235,7 +236,9 @@ def hopper(gpu):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(3000, 384, 1536, 384), (2049, 776, 1544, 520), (333, 72, 2056, 128)], ids=str
+    "shape",
+    [(3000, 384, 1536, 384), (2049, 776, 1544, 520), (333, 72, 2056, 128), (900, 1600, 520, 1288)],
+    ids=str,
 )
 @pytest.mark.parametrize("activation", gelu_hopper.FORMS)
 @pytest.mark.parametrize("biased", [False, True])
