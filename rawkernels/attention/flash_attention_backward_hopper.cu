@@ -249,14 +249,14 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         wgmma_commit();
     }
     fence_async_proxy();
+    if (AHEAD && begins && thread == 0) {  // before fields of the step are loaded, which an arrival could overtake
+        bulk_wait_read();  // dK and dV of the previous tile have been stored: dK from dS of the other stage, dV from the keys
+        mbar_arrive(m.k_empty + 8 * ((round + 1) & 1));
+    }
     float dq[2][32];  // two halves of 64 queries x 64 columns
     const int part = SUMS ? field(info, PART) : 0, block = SUMS && DETERMINISTIC ? field(info, BLOCK) : 0;
     const u32 grad_empty = m.grad_empty + 8 * ring.stage, q_empty = m.q_empty + 8 * ring.stage;
     if (BIASED && thread == 0) bulk_wait_read();  // dS of the other stage has been stored
-    if (AHEAD && begins && thread == 0) {
-        bulk_wait_read();  // dK and dV of the previous tile have been stored: dK from dS of the other stage, dV from the keys
-        mbar_arrive(m.k_empty + 8 * ((round + 1) & 1));
-    }
     if (SUMS) {
         bar_sync(WHOLE + ring.stage, CONSUMERS);
     } else {

@@ -87,8 +87,8 @@ def loads_ahead(
 ) -> bool:  # fmt: skip
     """Return whether a thread block loads the keys of its next tile while it computes a tile.
 
-    Up to head size 64, where lengths are equal and some query sees each tile. With dropout only
-    for tiles in turn: else it was slower.
+    Up to head size 64, where all sequences have the same lengths and some query sees each tile.
+    With dropout only where a block computes all tiles of a head: else it was slower.
     """
     optional = bias, key_lengths, cu_q, slopes
     if any(x is not None for x in optional) or softcap or deterministic:
@@ -109,8 +109,8 @@ def tiles_in_turn(
 
     With all, no other block adds to dq of that head: the first tile, which all queries must see,
     stores the sums, and the last one that a query sees rounds them. But heads fill the
-    multiprocessors less evenly than tiles do, and a long head exceeds L2. Of calls for which
-    ``loads_ahead``.
+    multiprocessors less evenly than tiles do, and a long head exceeds L2. For calls that
+    ``loads_ahead`` takes.
     """
     tiles = -(-max_seqlen_k // TILES[64][1])
     if max_seqlen_q > max_seqlen_k or scale <= 0 or tiles > MAX_TURN:
