@@ -231,7 +231,7 @@ class TranslationSearch:
             logits, beams.scores, banned=self.banned, penalties=penalties,
             count=candidates(self.options), vocab_size=self.model.config.vocab,
         )  # fmt: skip
-        beam_update(*found, beams, eos=self.eos, **self.ending)
+        beam_update(*found, beams, eos=self.eos, settled=True, **self.ending)
 
     def _ruled(self, logits):
         """Apply the rules that depend on texts; return logits and penalties for ``beam_step``."""

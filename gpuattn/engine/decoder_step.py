@@ -24,6 +24,7 @@ from gpuattn.nn.norm import LayerNorm
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
 THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
+PAST = 2048  # elements: two stages of states
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 # (columns of the model, rows of a step) at most: with more rows it was faster op by op, as measured
@@ -303,7 +304,9 @@ class DecoderStep:
         self._phases.append(record)
 
     def _new(self, width):
-        return arrays.zeros(self.like, (self.group << self.shift, width))
+        """Return zeros (rows, width). The kernel loads up to PAST elements past the last row."""
+        rows = self.group << self.shift
+        return arrays.zeros(self.like, rows * width + PAST)[: rows * width].reshape(rows, width)
 
 
 def _parameters(norm):

@@ -15,7 +15,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
     const int team = WARPS / phase.warps, part = warp & (phase.warps - 1), heads = phase.heads, units = texts.rows * heads;
     const int split = split_of(phase);
     const int key_stride = phase.kv_heads * HEAD_DIM;
-    const long long row_stride = (long long)phase.room * key_stride;
+    const int row_stride = phase.room * key_stride;
     const bool own = phase.slots != nullptr, shares = own && texts.beam > 1;
     const float per_beam = phase.per_beam, scale = phase.scale * LOG2E;
     float* partial = shared.partial();
@@ -25,54 +25,52 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
 #pragma unroll 1
     for (; base < units << split; base += gridDim.x * team) {
         const int share = base & ((1 << split) - 1);
-        const int unit = (base >> split) + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
+        const int wanted = (base >> split) + warp / phase.warps * gridDim.x, unit = min(wanted, units - 1);
+        const bool mine = wanted == unit;
+        const int of_beams = quotient(unit, per_beam);
         const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
         const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
         const int kv_head = quotient(head, phase.per_kv_head);
         Attended attended;
         int start = 0, end = 0, last = -1;  // keys of this warp; the new key
         const short* slots = phase.slots + (long long)row * phase.room;
-        if (unit < units) {
+        if (mine) {
             const int count = keys_of(phase, row, sentence);
             const int each = shares_of(phase, count).each;
             start = (share * phase.warps + part) * each, end = min(count, start + each);
             if (split && start - part * each >= count) return grid.wait();  // the whole block: fewer share the keys
             if (own) last = count - 1;
         }
-        const long long offset = (own ? sentence * texts.beam : sentence) * row_stride + kv_head * HEAD_DIM;
-        const scalar *all_keys = phase.keys + offset, *all_values = phase.values + offset;
+        const long long offset = (own ? sentence * texts.beam : sentence) * (long long)row_stride + kv_head * HEAD_DIM;
+        const long long first = offset + (own && !shares ? beam_row * row_stride : 0);
+        const scalar *all_keys = phase.keys + first + t * 8, *all_values = phase.values + first + column;
         uint4 k[TILES][2][PARTS], v[VALUES], new_k[PARTS] = {}, new_v = {};
+        // Loads have no conditions: instead of a key that is not there the first one is loaded, and not used.
+        const int old_end = own ? min(end, last) : end;
         const auto place = [&](int key) {
-            const int owner = shares ? slots[key] : own ? beam_row : 0;
-            return owner * row_stride + key * key_stride;
+            const int known = key < old_end ? key : 0;
+            int at = known * key_stride;
+            if (shares) at += slots[known] * row_stride;
+            return at;
         };
         const auto load_keys = [&] {
 #pragma unroll
             for (int i = 0; i < 2 * TILES; ++i) {
-                const int key = start + i * 8 + g;
-                const bool there = key < end && key != last;
-                const scalar* from = all_keys + (there ? place(key) : 0) + t * 8;
+                const scalar* from = all_keys + place(start + i * 8 + g);
 #pragma unroll
-                for (int p = 0; p < PARTS; ++p) {
-                    k[i / 2][i % 2][p] = make_uint4(0, 0, 0, 0);
-                    if (there) k[i / 2][i % 2][p] = load_states(from + p * DEPTH);
-                }
+                for (int p = 0; p < PARTS; ++p) k[i / 2][i % 2][p] = load_states(from + p * DEPTH);
             }
         };
         const auto load_values = [&] {
 #pragma unroll
-            for (int s = 0; s < VALUES; ++s) {
-                const int key = start + s * GROUPS + group;
-                v[s] = make_uint4(0, 0, 0, 0);
-                if (key < end && key != last) v[s] = load_states(all_values + place(key) + column);
-            }
+            for (int s = 0; s < VALUES; ++s) v[s] = load_states(all_values + place(start + s * GROUPS + group));
         };
         load_keys();
         load_values();
         if (!waited) grid.wait();
         waited = true;
         uint4 q[PARTS] = {};
-        if (unit < units) {
+        if (mine) {
             const scalar* query = phase.x + (long long)row * phase.stride;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + head * HEAD_DIM + p * DEPTH + t * 8);
@@ -82,7 +80,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
                 for (int p = 0; p < PARTS; ++p) new_k[p] = load_states(key + p * DEPTH + t * 8);
                 new_v = load_states(value + column);
                 if (share == 0 && part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
-                    const long long at = offset + beam_row * row_stride + (long long)last * key_stride + column;
+                    const long long at = offset + beam_row * row_stride + last * key_stride + column;
                     *reinterpret_cast<uint4*>(phase.keys + at) = load_states(key + column);
                     *reinterpret_cast<uint4*>(phase.values + at) = new_v;
                 }
@@ -115,7 +113,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             for (int s = 0; s < VALUES; ++s) {
                 const int key = here + s * GROUPS + group;
                 const float weight = __shfl_sync(~0u, logits[s * GROUPS / 8], (s * GROUPS % 8 + group) * 4);
-                attended.add(weight, key == last ? new_v : v[s]);
+                attended.add(weight, key < old_end ? v[s] : new_v);
             }
             if (start < end) load_values();
         }
@@ -147,7 +145,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             }
             partial = partial == shared.partial() ? shared.partial() + PARTIAL : shared.partial();
         }
-        if (part == 0 && group == 0 && unit < units) {
+        if (part == 0 && group == 0 && mine) {
             const float whole = reciprocal(attended.sum);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) attended.acc[i] *= whole;

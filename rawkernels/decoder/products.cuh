@@ -32,15 +32,14 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     const int column = COLUMNS == 1 ? min(first_row + g, (texts.rows << split) - 1) : first_row + g;
     const scalar* x = phase.x + column * inputs + warp * DEPTH + t * 8;
     uint4 states[STATES][PIECES][COLUMNS];  // operands b of some stages
-    // Nothing may depend on whether a piece is there, or loads of one stage wait for those of another: pieces past the end
-    // are loaded, from the start, and not used.
+    // Nothing may depend on whether a piece is there, or loads of one stage wait for those of another: past the end of a row
+    // is the next one, or the room behind the last one (decoder_step.py), which are not used.
     const auto load = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
+        const scalar* from = x + stage * PIECES * WARPS * DEPTH;
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            const int piece = stage * PIECES + p, k = piece < pieces ? piece * WARPS * DEPTH : -warp * DEPTH;
+        for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) b[p][c] = load_states(x + k + c * 8 * inputs);
-        }
+            for (int c = 0; c < COLUMNS; ++c) b[p][c] = load_states(from + c * 8 * inputs + p * WARPS * DEPTH);
     };
     int shares = 1;  // of the row of which column g is a share
     if (split && g >> split < texts.rows)

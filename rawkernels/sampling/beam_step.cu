@@ -8,9 +8,10 @@
 #include "common/compiler.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"
+#include "sampling/continuations.cuh"
 #include "sampling/logit_groups.cuh"
 
-constexpr int TOKEN_BITS = 26, W = WIDTH<scalar>, WARPS = BLOCK / 32;
+constexpr int W = WIDTH<scalar>, WARPS = BLOCK / 32;
 constexpr int ROOM = 4 * BLOCK;                         // candidates of a search
 constexpr int EACH = 8;                                 // keys that a thread loads at a time
 #if __CUDA_ARCH__ >= 900 || __CUDA_ARCH__ < 800
@@ -83,18 +84,6 @@ struct Hooks {
     __device__ float less(float logit, int j) const { return row.is_banned(j) ? NEG_INF : row.less(logit, j); }
 };
 
-// A continuation, ordered by score, then beam, then logit, then token.
-struct alignas(16) Ranked {  // `list` holds float4 at first
-    Key score, logit;
-    __device__ bool operator>(const Ranked& other) const {
-        return (score > other.score) | ((score == other.score) & (logit > other.logit));
-    }
-    __device__ int beam() const { return key_index(score); }
-    __device__ int token() const { return key_index(logit) & ((1u << TOKEN_BITS) - 1); }
-};
-__device__ unsigned int leading(const Ranked& x) { return leading(x.score); }
-
-struct alignas(16) Row { float peak, log, score; };
 struct alignas(16) Place { int beam, first, last; };  // a group of the beam: its first vector, and the end of its slice
 
 extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_forward(
@@ -148,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     load_stage<BLOCK>(next, row_of(row), first + me, row_of(row).whole());
     const uint4 sample = lane < row_of(row).whole() ? row_of(row)[lane] : nothing(scalar{});
     BannedTokens<W> banned{bans, ban_count};
-    banned.find<BLOCK>(first, last);
+    banned.find<BLOCK>(first, last, me);
     if (block == 0 && me < ban_count) out_of_range(bans[me], vocab, flag);
     bool alive = false;
 #pragma unroll 1
@@ -172,9 +161,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
         if constexpr (HOOKS) {
             const Hooks hooks{penalties_of(row), shared_words, first * W, min(last * W, vocab), vocab};
             hooks.prepare(flag);
-            best = read_slice<BLOCK>(row_of(row), first, last, next, hooks, banned, reference, sure, mark, normalisers, part, (float4*)list);
+            best = read_slice<BLOCK>(
+                row_of(row), first, last, next, hooks, banned, reference, sure, mark, normalisers, part, (float4*)list, me);
         } else {
-            best = read_slice<BLOCK>(row_of(row), first, last, next, Plain{}, banned, reference, sure, mark, normalisers, part, (float4*)list);
+            best = read_slice<BLOCK>(
+                row_of(row), first, last, next, Plain{}, banned, reference, sure, mark, normalisers, part, (float4*)list, me);
         }
     }
 #pragma unroll 1
@@ -204,10 +195,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     __shared__ int count;
     if (me == 0) count = 0;
     __syncthreads();
-    const auto total = [&](float logit, int b) {
-        const Row row = rows[b];
-        return logit == NEG_INF ? NEG_INF : logit - row.peak - row.log + row.score;
-    };
+    const auto total = [&](float logit, int b) { return rows[b].total(logit); };
     const auto of_group = [&](Key key) {
         if (key == 0) return Ranked{};
         const int b = key_index(key) >> TOKEN_BITS;
@@ -267,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
         return logit;
     };
     const auto ranked = [&](float logit, int b, int token) {
-        return Ranked{make_key(total(logit, b), b), make_key(logit, ((unsigned int)b << TOKEN_BITS) + token)};
+        return continuation(total(logit, b), logit, b, token);
     };
 #pragma unroll 1
     for (int start = me; start < wanted << bits; start += AT_ONCE * BLOCK) {

@@ -1,9 +1,13 @@
 // The update after beam_step: finished texts go to a pool of the K best, K beams continue, and a sentence may be done.
+// Constants: SETTLED = 0, 1
 // Launch:    beam_update: grid = (sentences,), block = (BLOCK,), shared memory: 16 * (beam + count) bytes. One block per sentence.
 //            beam_start: the same, without shared memory.
 //            beam_texts: grid = (ceil(sentences * nbest / BLOCK),). One thread per text.
 //            dependent: beam_update, beam_texts
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+//
+// With SETTLED the launch before beam_update writes none of the state, which is loaded beside it: whatever wrote that is over
+// when a launch that has waited lets beam_update start.
 #include "common/grid_dependency.cuh"
 
 constexpr int BLOCK = 128, MAX_BEAM = 64, MAX_COUNT = 128;
@@ -104,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     int stopping,                   // a Stopping
     int enough,                     // ended texts
     int end_counts) {               // 1 if the end mark counts in a text's length, else 0
-    grid_dependency_wait();
+    if (!SETTLED) grid_dependency_wait();
     extern __shared__ Text texts[];  // beam + count; the first `beam` are the pool
     __shared__ Candidate candidates[MAX_COUNT];
     __shared__ Text best_texts[MAX_BEAM];
@@ -116,8 +120,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     // All is loaded before anything is known, so that the loads take the time of one.
     const int step = steps[sentence], limit = limits[sentence], ended_before = texts_ended[sentence];
     const bool was_done = done[sentence], was_best = best_ended[sentence];
-    Candidate mine{NEG_INF, 0, 0, 0};
-    if (me < count) mine = {candidate_scores[place], candidate_parents[place], candidate_tokens[place], 0};
     Text kept{};
     if (me < beam)
         kept = {pool_normalised[first + me], pool_scores[first + me], pool_beams[first + me], pool_steps[first + me]};
@@ -127,6 +129,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     float divisor[TABLE / BLOCK];
 #pragma unroll
     for (int i = 0; i < TABLE / BLOCK; ++i) divisor[i] = me + i * BLOCK < room + 2 ? divisors[me + i * BLOCK] : 0.f;
+    if (SETTLED) grid_dependency_wait();
+    Candidate mine{NEG_INF, 0, 0, 0};
+    if (me < count) mine = {candidate_scores[place], candidate_parents[place], candidate_tokens[place], 0};
 #pragma unroll 4
     for (int e = 0; e < marks; ++e) mine.ends |= mine.token == eos[e];
     if (was_done) return;

@@ -21,12 +21,12 @@ struct BannedTokens {
     unsigned int mine;  // bit b: one of its vectors number b, b + 32 ... of the slice holds one of them
 
     template <int BLOCK>
-    __device__ void find(int first, int last) {
+    __device__ void find(int first, int last, int me) {
         mine = 0;
 #pragma unroll 4
         for (int i = 0; i < count; ++i) {
             const unsigned int v = (unsigned int)tokens[i] / W - first;
-            if (v < last - first && v % BLOCK == threadIdx.x) mine |= 1u << v / BLOCK % 32;
+            if (v < last - first && v % BLOCK == me) mine |= 1u << v / BLOCK % 32;
         }
     }
     // Bit e: element W * v + e is one.
@@ -95,16 +95,18 @@ __device__ Normaliser read_again(
     return {peak, warp_reduce(sum, Sum{})};
 }
 
-// Reads this thread's vectors from `first` to before `last`, the slice's bounds, of which load_stage(x, ...) loads the first
-// stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of reference_of.
-// `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as
-// well; 0 if there is no element.
+// Reads the vectors of thread `me` of BLOCK from `first` to before `last`, the slice's bounds, of which load_stage(x, ...) loads
+// the first stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of
+// reference_of. `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the
+// key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as well;
+// 0 if there is no element.
 template <int BLOCK, typename T, typename Hooks>
 __device__ Key read_slice(
     const LogitRow<T>& row, int first, int last, uint4 (&x)[STAGE], const Hooks& hooks,
-    const BannedTokens<WIDTH<T>>& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part, float4* sums) {
+    const BannedTokens<WIDTH<T>>& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part,
+    float4* sums, int me) {
     constexpr int W = WIDTH<T>, STEP = STAGE * BLOCK;
-    const int me = threadIdx.x, lane = me % 32, whole = min(last, row.whole());
+    const int lane = me % 32, whole = min(last, row.whole());
     const int loadable = opaque(row.shift() ? 0 : whole);  // vectors that one load instruction takes
     const float scaled = reference * LOG2E;
     const uint4* next = row.piece(first + me) + STEP;

@@ -68,15 +68,18 @@ BEAMS = [  # sentences, beam, vocabulary, kind, dtype, bans, penalties of a row
     (2, 2, 4099, "NaN", np.float16, "tokens", 0),
 ]  # fmt: skip
 
+LAUNCHES = {
+    "usual": {"TEAMS": 0}, "long slices": {"TEAMS": 0, "BLOCKS": 2, "GROUPS": 32},
+    "a block per sentence": {"TEAM_STAGES": 99},
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("blocks, groups", [(1056, 1024), (2, 32)], ids=["usual", "long slices"])
+@pytest.mark.parametrize("sizes", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize("sentences, beam, vocab, kind, dtype, bans, count", sampled(BEAMS, 4))
-def test_beam_step(
-    monkeypatch, sentences, beam, vocab, kind, dtype, bans, count, blocks, groups, card
-):
-    monkeypatch.setattr(beams, "BLOCKS", blocks)
-    monkeypatch.setattr(beams, "GROUPS", groups)
+def test_beam_step(monkeypatch, sentences, beam, vocab, kind, dtype, bans, count, sizes, card):
+    for name, size in sizes.items():
+        monkeypatch.setattr(beams, name, size)
     random, rows = np.random.default_rng(vocab), sentences * beam
     logits = logits_of(random, rows, vocab, kind, dtype)
     scores = -3 * random.random((sentences, beam)).astype(np.float32)
@@ -109,9 +112,10 @@ def test_bits_of_a_beam_step_do_not_depend_on_the_launch(monkeypatch):
     moved = np.zeros((6, 9008), BFLOAT16)[:, 3:9003]
     moved[...] = logits
     found = set()
-    for blocks, groups in ((1056, 1024), (6, 1024), (1, 64)):
+    for blocks, groups, teams in ((1056, 1024, 0), (6, 1024, 0), (1, 64, 0), (1, 64, 8)):
         monkeypatch.setattr(beams, "BLOCKS", blocks)
         monkeypatch.setattr(beams, "GROUPS", groups)
+        monkeypatch.setattr(beams, "TEAMS", teams)
         for x in (logits, moved):
             inputs = x, scores, None, None, None
             results = run(beams, emulator.Machine(1, 3), inputs, vocab_size=9000, count=4)

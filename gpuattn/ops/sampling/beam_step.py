@@ -5,7 +5,8 @@ needed. The search over K x V scores is
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021), see ``topk_logprobs``. A
 log-softmax keeps the order of its logits, so the best of each row are selected by logit in one
 read, and scored when those of all rows of a sentence are known.
-Device code: ``rawkernels/sampling/beam_step.cu``; to read: ``numbakernels/beam_step.py``.
+Device code: ``rawkernels/sampling/beam_step.cu``, ``beam_step_block.cu`` where a block of a sentence
+has little to read; to read: ``numbakernels/beam_step.py``.
 """
 
 import math
@@ -24,6 +25,7 @@ from gpuattn.arrays import (
     wide,
 )
 from gpuattn.autodiff.tape import op, raw
+from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.cuda.scratch import counters
 from gpuattn.errors import problem
@@ -48,6 +50,8 @@ BLOCK = 128  # threads of the kernel; twice as many for beams above a quarter of
 STAGE, STAGES = 4, 4  # vectors that a thread loads at a time, and how often, if it has to be
 LOADED = 16 * STAGE  # bytes of a thread's vectors in the search among the best groups
 BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 multiprocessors
+TEAMS = 8  # of a block that has a sentence, each of BLOCK threads
+TEAM_STAGES = 2  # of a team at most
 GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
 WHAT = "beam_step: penalties and banned"
 MAX_LISTED = 32  # banned tokens that are listed; every block reads all of them
@@ -306,7 +310,7 @@ def _address(x):
     return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
-# ---- raw: rawkernels/sampling/beam_step.cu ------------------------------------------------------
+# ---- raw: rawkernels/sampling/beam_step.cu, beam_step_block.cu ----------------------------------
 
 
 def _refuse_raw(logits, scores, banned, *_, vocab_size, count, **__):
@@ -332,21 +336,35 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     if sentences == 0:
         return outputs, None
     rows, stride = strided_rows(logits)
-    block = BLOCK if count <= BLOCK // 2 else 2 * BLOCK
-    slices, stages, fold, parts = _slices(len(rows), beam, vocab_size, logits.itemsize, block)
     mask, bans = (None, banned) if _are_tokens(banned) else (banned, None)
     hooks = mask is not None or listed is not None
     extras = [None if x is None else xp.ascontiguousarray(x) for x in (bans, mask, listed, amounts)]
+    scores = xp.ascontiguousarray(scores)
     tokens = 0 if bans is None else len(bans)
     length = 0 if listed is None else listed.shape[1]
     flag = index_flag(logits, WHAT) if length or tokens else None
+    sizes = vocab_size, logits.itemsize
+    at_once = sentences <= gpu(logits.device.id).multiprocessors
+    if at_once and not hooks and (teams := _teams(beam, *sizes)):
+        threads, slices, stages, parts = teams
+        step = kernel(
+            "sampling/beam_step_block.cu", "beam_step_block", scalar=ctype(logits.dtype),
+            BLOCK=threads,
+        )  # fmt: skip
+        step(
+            (sentences,), (threads,), rows, scores, extras[0], flag, *outputs, stride, vocab_size,
+            beam, tokens, slices, stages, count, shared_bytes=8 * beam * parts,
+        )  # fmt: skip
+        return outputs, None
+    block = BLOCK if count <= BLOCK // 2 else 2 * BLOCK
+    slices, stages, fold, parts = _slices(len(rows), beam, *sizes, block)
     groups = arrays.empty(logits, (len(rows), slices, block >> fold), np.uint64)
     normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
     constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": block}
     step = kernel("sampling/beam_step.cu", "beam_step_forward", **constants)
     keys, marks = 4 * beam * slices * groups.shape[2], _bits_of_a_slice(stages, block, logits)
     step(
-        (slices, beam, sentences), (block,), rows, xp.ascontiguousarray(scores), *extras, flag,
+        (slices, beam, sentences), (block,), rows, scores, *extras, flag,
         groups, normalisers, counters(sentences), *outputs, stride, vocab_size, tokens,
         length, stages, fold, count, shared_bytes=max(keys, marks if hooks else 0, LOADED * block),
     )  # fmt: skip
@@ -356,6 +374,20 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
 def _bits_of_a_slice(stages, block, logits):
     """Return the bytes of a bit for each element of a slice, and of one more word."""
     return 2 * stages * STAGE * block // logits.itemsize + 4
+
+
+def _teams(beam, vocab_size, itemsize):
+    """Return (threads, slices of a row, stages of a slice, normalisers of a row) of the block of a
+    sentence, whose teams of BLOCK threads have a slice each; None where it has too much to read."""
+    stages_of_row = -(-vocab_size * itemsize // (16 * STAGE * BLOCK))
+    if beam > TEAMS:
+        return None
+    stages = -(-stages_of_row // (TEAMS // beam))
+    if stages > TEAM_STAGES:
+        return None
+    slices = -(-stages_of_row // stages)
+    threads = max(2 * BLOCK, BLOCK << (beam * slices - 1).bit_length())
+    return threads, slices, stages, stages_of_row * BLOCK // 32
 
 
 def _slices(rows, beam, vocab_size, itemsize, block):

@@ -21,7 +21,7 @@ from gpuattn.ops.arguments import integer
 from gpuattn.ops.sampling.beam_step import MAX_COUNT
 from gpuattn.ops.sampling.topk_logprobs import largest
 
-NAME = "beam_update"
+NAME, FILE = "beam_update", "sampling/beam_update.cu"
 BLOCK, TEXT_BYTES = 128, 16
 MAX_ROWS = np.iinfo(np.int16).max
 STOPPING = ("fairseq", "enough", "best", "present", "greatest")  # a kernel's argument is the place
@@ -94,7 +94,7 @@ class Beams:
         each = None if np.ndim(bos) == 0 else xp.asarray(bos, np.int32)
         if on_gpu(self.scores):
             state = (getattr(self, name) for name in self.STARTED)
-            kernel("sampling/beam_update.cu", "beam_start")(
+            kernel(FILE, "beam_start", SETTLED=1)(
                 (self.sentences,), (BLOCK,), limits, each, *state, bos if each is None else 0,
                 self.beam, self.room,
             )  # fmt: skip
@@ -123,7 +123,7 @@ class Beams:
 def beam_update(
     scores: Any, parents: Any, tokens: Any, beams: Beams, *, eos: Any, nbest: int = 1,
     stopping: str = "fairseq", enough: int | None = None, end_counts: bool = True,
-    impl: str | None = None,
+    settled: bool = False, impl: str | None = None,
 ) -> Call[None]:  # fmt: skip
     """Update ``beams`` in place by what ``beam_step`` returned for its scores. Returns None.
 
@@ -137,6 +137,8 @@ def beam_update(
     - "best": when they have, and the best continuation of a step was an end mark.
     - "present", "greatest": when they have, and the best beam, divided for its present length or
       for the limit, is no better than the worst of the pool.
+
+    ``settled``: the launch before writes nothing of ``beams``; the state is then loaded beside it.
 
     With the last four it is also done when all beams are dead; at a limit not all beams compete for
     the pool, but those among the first K continuations. Nothing is read back, so a CUDA graph can
@@ -154,7 +156,7 @@ def beam_update(
     inputs = (scores, parents, tokens, eos, *beams.arrays())
     return Call(
         IMPLS, inputs, impl, nbest=nbest, stopping=stopping,
-        enough=beam if enough is None else enough, end_counts=bool(end_counts),
+        enough=beam if enough is None else enough, end_counts=bool(end_counts), settled=settled,
     )  # fmt: skip
 
 
@@ -164,7 +166,7 @@ def beam_update(
 def _reference(
     found, parents, tokens, eos, scores, last_tokens, positions, key_counts, steps, limits, done,
     live, texts_ended, best_ended, pool_normalised, pool_scores, pool_beams, pool_steps, history,
-    slots, divisors, *, needs, nbest, stopping, enough, end_counts,
+    slots, divisors, *, needs, nbest, stopping, enough, end_counts, settled,
 ):  # fmt: skip
     xp, (sentences, beam) = get_xp(scores), scores.shape
     place, nothing = xp.arange(found.shape[1]), np.float32(-np.inf)
@@ -230,10 +232,12 @@ def _refuse_raw(scores, *others, needs, **_):
     return None
 
 
-def _raw(scores, parents, tokens, eos, *state, needs, nbest, stopping, enough, end_counts):
+def _raw(
+    scores, parents, tokens, eos, *state, needs, nbest, stopping, enough, end_counts, settled
+):  # fmt: skip
     sentences, beam, room = state[Beams.NAMES.index("slots")].shape
     count = scores.shape[1]
-    kernel("sampling/beam_update.cu", NAME)(
+    kernel(FILE, NAME, SETTLED=int(settled))(
         (sentences,), (BLOCK,), scores, parents, tokens, eos, *state, beam, room, count, len(eos),
         nbest, STOPPING.index(stopping), enough, end_counts,
         shared_bytes=(beam + count) * TEXT_BYTES,
@@ -264,7 +268,7 @@ def packed_texts(beams: Beams, nbest: int = 1) -> Any:
     texts, lengths, scores, normalised = unpacked_texts(packed, *shape)
     pools = beams.pool_normalised, beams.pool_scores, beams.pool_beams, beams.pool_steps
     if on_gpu(packed):
-        kernel("sampling/beam_update.cu", "beam_texts")(
+        kernel(FILE, "beam_texts", SETTLED=1)(
             (math.ceil(math.prod(shape) / BLOCK),), (BLOCK,), *pools, beams.history, texts,
             lengths, scores, normalised, beams.sentences, beams.beam, beams.room, nbest,
         )  # fmt: skip
