@@ -5,7 +5,7 @@
 // Launch:    grid = (sentences,), block = (BLOCK,), shared memory: 8 * (warps' parts of the normalisers of a sentence). A team of
 //            TEAM threads reads a slice of a row.
 //            dependent: beam_step_block
-// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+// Arch: sm_90 sm_100 sm_103
 #include "common/compiler.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"

@@ -297,7 +297,7 @@ def test_a_result_that_is_left_out_is_no_array():
 def test_a_call_without_a_result_runs_once():
     def forward(x, *, needs):
         kernel("arithmetic.cu", "arithmetic", scalar="float", OPERATION=0)(
-            (1,), (256,), x, x, x, x.size
+            (1,), (256,), x, x, x, x.size, 0
         )
         return None, None
 

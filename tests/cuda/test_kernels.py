@@ -207,7 +207,7 @@ def test_headers_match_their_sources(file):
 def test_every_op_has_a_form_for_every_architecture():
     forms = {}
     for file in sources.files():
-        op = re.sub(r"_(hopper|ampere|simt|cluster).*", "", Path(file).stem)
+        op = re.sub(r"_(hopper|ampere|simt|cluster|block).*", "", Path(file).stem)
         forms.setdefault(op, set()).update(sources.architectures(file))
     for op, part in IN_PARTS.items():
         forms[op] |= forms[part]

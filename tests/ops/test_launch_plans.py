@@ -39,7 +39,9 @@ STATIC_TOO = (  # files with kernels that also declare static shared memory
 CLUSTERS = {
     "loss/cross_entropy_cluster.cu", "sampling/sample_tokens_cluster.cu", "softmax_hopper.cu",
 }  # fmt: skip
-ROOMY = {"attention/flash_attention_backward_simt_whole.cu"}  # for 9.0 and 10.x
+ROOMY = {  # for 9.0 and 10.x
+    "attention/flash_attention_backward_simt_whole.cu", "sampling/beam_step_block.cu",
+}  # fmt: skip
 MOST_THREADS, MOST_ROWS = 1024, 65535  # per block; grid size along y and z
 COLUMNS = (64, 256, 384, 768, 1000, 2048, 4096, 8192, 16392, 40000)
 VOCABULARIES = (100, 1000, 2000, 5000, 20000, 50000, 60000, 120000, 300000)

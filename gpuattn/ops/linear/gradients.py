@@ -23,6 +23,7 @@ from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
 FULL_TILES = 200  # tiles of dweight that fill a GPU by themselves
+DEEP, DEEP_TILES = 20480, 128  # with so many rows, whose sums can be split, so many do
 JOINT_SIZE = 1 << 24  # numbers of dz, beyond which a launch of both is slower
 SIDE_SHARE = 2  # a matmul on the side stream is planned for 1 / SIDE_SHARE of the multiprocessors
 
@@ -57,12 +58,14 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
     adds = into[2] is not None and into[2][1]  # to a bias gradient: no library does
     joint = needs[1] and needs[2] and not sums and not adds
     joint = joint and dy.shape[-1] > 1 and math.prod(dy.shape) <= JOINT_SIZE
-    small = needs[1] and _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) < FULL_TILES
+    small = needs[1] and not _fills(math.prod(dy.shape[:-1]), x.shape[-1], dy.shape[-1])
     return Plan(dz, sums and needs[2], joint, small)
 
 
-def _tiles(size):
-    return -(-size // TILE)
+def _fills(rows, inputs, outputs):
+    """Return whether dweight, alone, is fastest by the library."""
+    tiles = -(-inputs // TILE) * -(-outputs // TILE)
+    return tiles >= (DEEP_TILES if rows >= DEEP else FULL_TILES)
 
 
 def backward(

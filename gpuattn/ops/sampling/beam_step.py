@@ -5,8 +5,8 @@ needed. The search over K x V scores is
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021), see ``topk_logprobs``. A
 log-softmax keeps the order of its logits, so the best of each row are selected by logit in one
 read, and scored when those of all rows of a sentence are known.
-Device code: ``rawkernels/sampling/beam_step.cu``, ``beam_step_block.cu`` where a block of a sentence
-has little to read; to read: ``numbakernels/beam_step.py``.
+Device code: ``rawkernels/sampling/beam_step.cu``, ``beam_step_block.cu`` where a sentence has
+little to read; to read: ``numbakernels/beam_step.py``.
 """
 
 import math
@@ -28,6 +28,7 @@ from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.cuda.scratch import counters
+from gpuattn.cuda.sources import serves
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
@@ -53,6 +54,7 @@ BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 
 TEAMS = 8  # of a block that has a sentence, each of BLOCK threads
 TEAM_STAGES = 2  # of a team at most
 GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
+FILE, WHOLE = "sampling/beam_step.cu", "sampling/beam_step_block.cu"
 WHAT = "beam_step: penalties and banned"
 MAX_LISTED = 32  # banned tokens that are listed; every block reads all of them
 
@@ -344,14 +346,11 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     length = 0 if listed is None else listed.shape[1]
     flag = index_flag(logits, WHAT) if length or tokens else None
     sizes = vocab_size, logits.itemsize
-    at_once = sentences <= gpu(logits.device.id).multiprocessors
-    if at_once and not hooks and (teams := _teams(beam, *sizes)):
+    card = gpu(logits.device.id)
+    whole = not hooks and sentences <= card.multiprocessors and serves(WHOLE, card.capability)
+    if whole and (teams := _teams(beam, *sizes)):
         threads, slices, stages, parts = teams
-        step = kernel(
-            "sampling/beam_step_block.cu", "beam_step_block", scalar=ctype(logits.dtype),
-            BLOCK=threads,
-        )  # fmt: skip
-        step(
+        kernel(WHOLE, "beam_step_block", scalar=ctype(logits.dtype), BLOCK=threads)(
             (sentences,), (threads,), rows, scores, extras[0], flag, *outputs, stride, vocab_size,
             beam, tokens, slices, stages, count, shared_bytes=8 * beam * parts,
         )  # fmt: skip
@@ -361,7 +360,7 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     groups = arrays.empty(logits, (len(rows), slices, block >> fold), np.uint64)
     normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
     constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": block}
-    step = kernel("sampling/beam_step.cu", "beam_step_forward", **constants)
+    step = kernel(FILE, "beam_step_forward", **constants)
     keys, marks = 4 * beam * slices * groups.shape[2], _bits_of_a_slice(stages, block, logits)
     step(
         (slices, beam, sentences), (block,), rows, scores, *extras, flag,

@@ -21,10 +21,11 @@ def floats(*shape):
 
 
 def planned(
-    kind, pending=False, needs=(True, True, True), into=(None, None, None), width=IN, out=OUT
-):
-    saved = gradients.save(kind, floats(ROWS, width), floats(out, width), needs)
-    dy = floats(ROWS, out)
+    kind, pending=False, needs=(True, True, True), into=(None, None, None), width=IN, out=OUT,
+    rows=ROWS,
+):  # fmt: skip
+    saved = gradients.save(kind, floats(rows, width), floats(out, width), needs)
+    dy = floats(rows, out)
     if pending:
         dy = PendingMatmul(floats(ROWS, 8), floats(8, OUT), (ROWS, OUT))
     return gradients.plan(saved, dy, needs, into)
@@ -55,6 +56,9 @@ def test_a_weight_that_fills_a_gpu_is_not_deferred():
     assert planned("none").small
     assert not planned("none", width=128 * gradients.FULL_TILES).small
     assert not planned("none", needs=(True, False, True)).small, "a frozen weight"
+    some = {"width": 128 * gradients.DEEP_TILES, "out": 8}
+    assert planned("none", **some, rows=gradients.DEEP // 64).small
+    assert not planned("none", **some, rows=gradients.DEEP).small
 
 
 @pytest.mark.parametrize("activation, bias, kind, kept, saves_bias", [
