@@ -70,7 +70,7 @@ BEAMS = [  # sentences, beam, vocabulary, kind, dtype, bans, penalties of a row
 
 LAUNCHES = {
     "usual": {"TEAMS": 0}, "long slices": {"TEAMS": 0, "BLOCKS": 2, "GROUPS": 32},
-    "a block per sentence": {"TEAM_STAGES": 99},
+    "a block per sentence": {"FEW_STAGES": 99, "MOST_STAGES": 99},
 }  # fmt: skip
 
 
@@ -116,6 +116,7 @@ def test_bits_of_a_beam_step_do_not_depend_on_the_launch(monkeypatch):
         monkeypatch.setattr(beams, "BLOCKS", blocks)
         monkeypatch.setattr(beams, "GROUPS", groups)
         monkeypatch.setattr(beams, "TEAMS", teams)
+        monkeypatch.setattr(beams, "FEW_STAGES", 2)
         for x in (logits, moved):
             inputs = x, scores, None, None, None
             results = run(beams, emulator.Machine(1, 3), inputs, vocab_size=9000, count=4)

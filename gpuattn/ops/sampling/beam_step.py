@@ -52,7 +52,7 @@ STAGE, STAGES = 4, 4  # vectors that a thread loads at a time, and how often, if
 LOADED = 16 * STAGE  # bytes of a thread's vectors in the search among the best groups
 BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 multiprocessors
 TEAMS = 8  # of a block that has a sentence, each of BLOCK threads
-TEAM_STAGES = 2  # of a team at most
+FEW_STAGES, MOST_STAGES = 1, 2  # of a team at most: most where half of the GPU or more has a block
 GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
 FILE, WHOLE = "sampling/beam_step.cu", "sampling/beam_step_block.cu"
 WHAT = "beam_step: penalties and banned"
@@ -348,7 +348,8 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     sizes = vocab_size, logits.itemsize
     card = gpu(logits.device.id)
     whole = not hooks and sentences <= card.multiprocessors and serves(WHOLE, card.capability)
-    if whole and (teams := _teams(beam, *sizes)):
+    most = MOST_STAGES if 2 * sentences >= card.multiprocessors else FEW_STAGES
+    if whole and (teams := _teams(beam, *sizes, most)):
         threads, slices, stages, parts = teams
         kernel(WHOLE, "beam_step_block", scalar=ctype(logits.dtype), BLOCK=threads)(
             (sentences,), (threads,), rows, scores, extras[0], flag, *outputs, stride, vocab_size,
@@ -375,14 +376,14 @@ def _bits_of_a_slice(stages, block, logits):
     return 2 * stages * STAGE * block // logits.itemsize + 4
 
 
-def _teams(beam, vocab_size, itemsize):
+def _teams(beam, vocab_size, itemsize, most):
     """Return (threads, slices of a row, stages of a slice, normalisers of a row) of the block of a
-    sentence, whose teams of BLOCK threads have a slice each; None where it has too much to read."""
+    sentence, whose teams of BLOCK threads have a slice each; None for more than ``most`` stages."""
     stages_of_row = -(-vocab_size * itemsize // (16 * STAGE * BLOCK))
     if beam > TEAMS:
         return None
     stages = -(-stages_of_row // (TEAMS // beam))
-    if stages > TEAM_STAGES:
+    if stages > most:
         return None
     slices = -(-stages_of_row // stages)
     threads = max(2 * BLOCK, BLOCK << (beam * slices - 1).bit_length())
