@@ -20,7 +20,7 @@ from gpuattn.engine.inputs import (
     rounded,
     token_mask,
 )
-from gpuattn.engine.row_step import step_of
+from gpuattn.engine.steps.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_step import MAX_LISTED, beam_step

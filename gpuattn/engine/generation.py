@@ -24,7 +24,7 @@ from gpuattn.engine.inputs import (
     rounded,
     token_mask,
 )
-from gpuattn.engine.row_step import step_of
+from gpuattn.engine.steps.row_step import step_of
 from gpuattn.errors import problem
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.sample_tokens import sample_tokens

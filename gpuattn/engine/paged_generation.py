@@ -11,7 +11,7 @@ from gpuattn.engine.generation import Generation
 from gpuattn.engine.inputs import Inputs, parts, rounded
 from gpuattn.engine.paged_cache import HostReads, PagedCache, PromptReads, Reach
 from gpuattn.engine.pages import PAGE, SlotPages, pages_of
-from gpuattn.engine.row_step import is_one_launch
+from gpuattn.engine.steps.row_step import is_one_launch
 
 
 def generation_of(

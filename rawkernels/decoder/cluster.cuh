@@ -33,7 +33,7 @@ constexpr int PARTS = parts_of_result();
 
 // Pieces of a warp in the products of a layer, in their order: projections, result, queries, result, hidden, and the second
 // product of the feed-forward network, of which a block multiplies its SLICE of inputs for all WIDTH outputs. All warps
-// load as many, also those that have no unit or part. gpuattn/engine/cluster_step.py packs the weights accordingly.
+// load as many, also those that have no unit or part. gpuattn/engine/steps/cluster_step.py packs the weights accordingly.
 constexpr int OF_RESULT = PIECES / PARTS, LAST_UNITS = 2 * CLUSTER, LAST_PIECES = SLICE / DEPTH;
 constexpr int STREAM = 2 * PIECES + 3 * OF_RESULT + (LAST_UNITS + WARPS - 1) / WARPS * LAST_PIECES;
 

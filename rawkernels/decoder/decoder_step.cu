@@ -1,6 +1,6 @@
 // One token of each text through a whole decoder in one launch.
 //
-// Every block stays on its multiprocessor and goes through the same list of phases (gpuattn/engine/decoder_step.py makes
+// Every block stays on its multiprocessor and goes through the same list of phases (gpuattn/engine/steps/decoder_step.py makes
 // it); a barrier of the whole grid lies between phases. One thread of a block only copies weights, which no phase writes:
 // it runs ahead of the others through all phases, as far as its ring of shared memory allows, so that a barrier does not
 // stop the stream of weights. Others copy the phases themselves and prefetch keys and values.

@@ -48,8 +48,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
         out_parents[at] = parent;
         out_tokens[at] = token;
     };
-    const auto row_of = [&](int beam_row) { return LogitRow<scalar>{logits + ((long long)sentence * beam + beam_row) * stride, vocab}; };
-
+    const auto row_of = [&](int beam_row) {
+        return LogitRow<scalar>{logits + ((long long)sentence * beam + beam_row) * stride, vocab};
+    };
     const auto part_of = [&](int thread) {
         const int team = thread / TEAM, b = team / slices, slice = team - b * slices, first = slice * size;
         return Part{thread % TEAM, slice, b, first, b < beam ? min(first + size, vectors) : 0};
@@ -116,8 +117,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
                 const int u = v + i * TEAM;
                 const uint4 x = u < end ? again[u] : nothing(scalar{});
 #pragma unroll
-                for (int e = 0; e < W; ++e)
-                    reach |= (own.total(own.score == NEG_INF ? NEG_INF : element(x, e, scalar{})) < limit ? 0u : 1u) << (W * i + e);
+                for (int e = 0; e < W; ++e) {
+                    const float logit = own.score == NEG_INF ? NEG_INF : element(x, e, scalar{});
+                    reach |= (own.total(logit) < limit ? 0u : 1u) << (W * i + e);
+                }
             }
 #pragma unroll 1
             for (; reach; reach &= reach - 1) {

@@ -15,8 +15,8 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, driver_launch, kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
-from gpuattn.engine.projected_attention import Blocks, projected_attention
-from gpuattn.engine.row_step import row_embedding, row_linear
+from gpuattn.engine.steps.projected_attention import Blocks, projected_attention
+from gpuattn.engine.steps.row_step import row_embedding, row_linear
 from gpuattn.ops.attention import hopper_head
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients

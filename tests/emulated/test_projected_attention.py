@@ -8,7 +8,7 @@ from memory_formula import attention
 from norms_of_rows import folded_norm, norm, parts_of, wide
 
 from gpuattn.arrays import BFLOAT16
-from gpuattn.engine.projected_attention import Blocks, shared_bytes
+from gpuattn.engine.steps.projected_attention import Blocks, shared_bytes
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 FILE = "attention/cache/projected_attention.cu"

@@ -7,7 +7,7 @@ from checks import sampled
 
 from gpuattn import arrays
 from gpuattn.arrays import BFLOAT16
-from gpuattn.engine import row_step
+from gpuattn.engine.steps import row_step
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 CASES = [  # dtype, rows, width, scale, positions, statistics, card

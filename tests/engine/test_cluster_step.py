@@ -19,8 +19,9 @@ from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
 from gpuattn.cuda.compiler import ROOT
-from gpuattn.engine import Engine, cluster_step
-from gpuattn.engine.cluster_step import ClusterStep
+from gpuattn.engine import Engine
+from gpuattn.engine.steps import cluster_step
+from gpuattn.engine.steps.cluster_step import ClusterStep
 
 PRE, POST = {"norm": "pre", "ffn": 128}, {"norm": "post", "ffn": 128}
 BASE = PRE | {"d_model": 512, "heads": 8, "ffn": 2048, "layers": (1, 2), "max_length": 128}

@@ -22,7 +22,8 @@ from program_interpreter import Interpreter
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda.compiler import ROOT
-from gpuattn.engine import Engine, decoder_step
+from gpuattn.engine import Engine
+from gpuattn.engine.steps import decoder_step
 from gpuattn.models.llama import Llama, LlamaConfig
 
 PROGRAMS = {

@@ -19,11 +19,12 @@ from fake_launches import as_array, launches_on
 from memory_formula import attention
 
 from gpuattn.arrays import BFLOAT16
-from gpuattn.engine import Engine, row_step
-from gpuattn.engine.cluster_step import ClusterStep
-from gpuattn.engine.decoder_step import DecoderStep
-from gpuattn.engine.projected_attention import blocks_of
-from gpuattn.engine.row_step import RowStep
+from gpuattn.engine import Engine
+from gpuattn.engine.steps import row_step
+from gpuattn.engine.steps.cluster_step import ClusterStep
+from gpuattn.engine.steps.decoder_step import DecoderStep
+from gpuattn.engine.steps.projected_attention import blocks_of
+from gpuattn.engine.steps.row_step import RowStep
 from gpuattn.ops.embedding import embedding
 
 GPT, PRE, POST = {"inner": 128}, {"norm": "pre", "ffn": 128}, {"norm": "post", "ffn": 128}

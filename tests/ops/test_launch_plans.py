@@ -13,7 +13,7 @@ import gpuattn
 from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import compiler, sources
-from gpuattn.engine.row_step import row_embedding
+from gpuattn.engine.steps.row_step import row_embedding
 from gpuattn.errors import KernelCompileError
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.attention.store_rows import store_rows

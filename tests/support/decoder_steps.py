@@ -11,8 +11,8 @@ import pytest
 from gpuattn.arrays import get_xp
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.engine.cache import DeviceCache
-from gpuattn.engine.decoder_step import DecoderStep, weights_refusal
 from gpuattn.engine.generation import Generation
+from gpuattn.engine.steps.decoder_step import DecoderStep, weights_refusal
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.nn.embedding import sinusoidal_positions

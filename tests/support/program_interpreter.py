@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from gpuattn.engine.decoder_step import ATTEND, EMBED, LAYER_NORM, LINEAR, NO_NORM
+from gpuattn.engine.steps.decoder_step import ATTEND, EMBED, LAYER_NORM, LINEAR, NO_NORM
 
 SHARED = (  # fields of the attention that the linear layer behind it has too, if blocks share keys
     "counts", "slots", "heads", "room", "warps", "per_beam", "split", "split_keys", "shares",

@@ -18,11 +18,11 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
-from gpuattn.engine import decoder_step
-from gpuattn.engine.cluster_step import ClusterStep, cluster_step_of
-from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
-from gpuattn.engine.projected_attention import blocks_of, projected_attention
-from gpuattn.engine.records import Records
+from gpuattn.engine.steps import decoder_step
+from gpuattn.engine.steps.cluster_step import ClusterStep, cluster_step_of
+from gpuattn.engine.steps.decoder_step import ACTIVATIONS, layers_of, weights_refusal
+from gpuattn.engine.steps.projected_attention import blocks_of, projected_attention
+from gpuattn.engine.steps.records import Records
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.step_attention import memory_attention

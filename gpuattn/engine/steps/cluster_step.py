@@ -17,7 +17,7 @@ from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
-from gpuattn.engine.decoder_step import (
+from gpuattn.engine.steps.decoder_step import (
     ACTIVATIONS,
     DEPTH,
     LAYER,
@@ -29,7 +29,7 @@ from gpuattn.engine.decoder_step import (
     layers_of,
     weights_refusal,
 )
-from gpuattn.engine.records import Records
+from gpuattn.engine.steps.records import Records
 from gpuattn.nn.norm import LayerNorm
 
 FILE = "decoder/cluster_step.cu"

@@ -18,7 +18,7 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.cuda.gpu import dotted, gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.sources import serves
-from gpuattn.engine.records import Records
+from gpuattn.engine.steps.records import Records
 from gpuattn.nn.norm import LayerNorm
 
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
