@@ -13,7 +13,7 @@ from fake_launches import as_array, launches_on
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import sources
-from gpuattn.engine import cluster_step
+from gpuattn.engine.steps import cluster_step
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 
