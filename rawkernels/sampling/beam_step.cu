@@ -119,12 +119,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     const int slices = gridDim.x, beam = gridDim.y, sentence = blockIdx.z, first_row = sentence * beam;
     const int size = stages * STAGE * BLOCK, vectors = (vocab + W - 1) / W;  // of a slice, of a row
     const int row_parts = (vectors + STAGE * BLOCK - 1) / (STAGE * BLOCK) * WARPS;
-    const auto put = [&](int place, float score, int parent, int token) {
-        const long long at = (long long)sentence * wanted + place;
-        out_scores[at] = score;
-        out_parents[at] = parent;
-        out_tokens[at] = token;
-    };
+    const Results results{out_scores, out_parents, out_tokens, (long long)sentence * wanted};
     const auto row_of = [&](int r) { return LogitRow<scalar>{logits + r * stride, vocab}; };
     const auto penalties_of = [&](int r) {
         return Penalties{mask, tokens + (long long)r * listed, penalties + (long long)r * listed, listed};
@@ -144,9 +139,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     for (int b = lane; b < beam; b += 32) alive |= scores[first_row + b] != NEG_INF;
     const float score = scores[row];
     if (__ballot_sync(~0u, alive) == 0) {  // a sentence that has ended: the first candidates, all at -inf
-        if (block == first_row * slices)
-#pragma unroll 1
-            for (int r = me; r < wanted; r += BLOCK) put(r, NEG_INF, r / vocab, r % vocab);
+        if (block == first_row * slices) results.put_first<BLOCK>(wanted, vocab);
         return;
     }
 
@@ -300,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
         }
     }
     __syncthreads();
-    const auto put_ranked = [&](int place, const Ranked& x) { put(place, key_value(x.score), x.beam(), x.token()); };
+    const auto put_ranked = [&](int place, const Ranked& x) { results.put(place, x); };
     if (found.complete()) {
         found.re_rank<BLOCK>(wanted, put_ranked);
     } else {

@@ -1,6 +1,5 @@
-// A step of beam search as in beam_step.cu, the same results, by one block per sentence: for beams and vocabularies of which a
-// block can hold all that is known between the phases, and so many sentences that each multiprocessor has one. No memory is
-// written but the results, and no block waits for another.
+// A step of beam search as in beam_step.cu, with the same results, by one block per sentence: for sentences with few logits to
+// read, up to one for each multiprocessor. What is known between the phases is in shared memory, and no block waits for another.
 // Constants: scalar = float, f16, bf16; BLOCK = 256, 512, 1024
 // Launch:    grid = (sentences,), block = (BLOCK,), shared memory: 8 * (warps' parts of the normalisers of a sentence). A team of
 //            TEAM threads reads a slice of a row.
@@ -42,12 +41,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
     const int lane = threadIdx.x % 32, sentence = blockIdx.x;
     const int size = stages * STAGE * TEAM, vectors = (vocab + W - 1) / W;  // of a slice, of a row
     const int row_parts = (vectors + STAGE * TEAM - 1) / (STAGE * TEAM) * (TEAM / 32);
-    const auto put = [&](int place, float score, int parent, int token) {
-        const long long at = (long long)sentence * wanted + place;
-        out_scores[at] = score;
-        out_parents[at] = parent;
-        out_tokens[at] = token;
-    };
+    const Results results{out_scores, out_parents, out_tokens, (long long)sentence * wanted};
     const auto row_of = [&](int beam_row) {
         return LogitRow<scalar>{logits + ((long long)sentence * beam + beam_row) * stride, vocab};
     };
@@ -69,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
     banned.find<TEAM>(first, last, me);
     if (sentence == 0 && threadIdx.x < ban_count) out_of_range(bans[threadIdx.x], vocab, flag);
     if (__ballot_sync(~0u, alive) == 0) {  // a sentence that has ended: the first candidates, all at -inf
-        for (int r = threadIdx.x; r < wanted; r += BLOCK) put(r, NEG_INF, r / vocab, r % vocab);
+        results.put_first<BLOCK>(wanted, vocab);
         return;
     }
 
@@ -96,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
     __syncthreads();
 
     // A bound that `wanted` threads reach; the threads that do look at their elements again.
-    const auto [me_too, _, of, begin, end] = part_of(opaque((int)threadIdx.x));  // or they are in registers throughout
+    const auto [me_too, _, of, begin, end] = part_of(opaque((int)threadIdx.x));  // kept from above, they would be spilled
     const LogitRow<scalar> again = row_of(min(of, beam - 1));
     const Row own = rows[min(of, beam - 1)];
     const unsigned int most = best ? ordered(own.total(key_value(best))) : 0;
@@ -131,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
             }
         }
     __syncthreads();
-    const auto put_ranked = [&](int place, const Ranked& x) { put(place, key_value(x.score), x.beam(), x.token()); };
+    const auto put_ranked = [&](int place, const Ranked& x) { results.put(place, x); };
     if (found.complete()) {
         found.re_rank<BLOCK>(wanted, put_ranked);
     } else {

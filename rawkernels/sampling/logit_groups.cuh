@@ -96,10 +96,9 @@ __device__ Normaliser read_again(
 }
 
 // Reads the vectors of thread `me` of BLOCK from `first` to before `last`, the slice's bounds, of which load_stage(x, ...) loads
-// the first stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of
-// reference_of. `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the
-// key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as well;
-// 0 if there is no element.
+// the first stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of reference_of.
+// `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the key of its best element:
+// (logit, mark + index), with the last index of the vector that holds it, which orders groups as well; 0 if there is no element.
 template <int BLOCK, typename T, typename Hooks>
 __device__ Key read_slice(
     const LogitRow<T>& row, int first, int last, uint4 (&x)[STAGE], const Hooks& hooks,

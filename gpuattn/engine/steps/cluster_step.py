@@ -26,6 +26,7 @@ from gpuattn.engine.steps.decoder_step import (
     SHARED_BYTES,
     TILE,
     WARP_KEYS,
+    layer_refusal,
     layers_of,
     weights_refusal,
 )
@@ -82,16 +83,14 @@ def refusal(model: Any, sentences: int, beam: int, room: int) -> str | None:
     if sentences * beam * room * width >= 1 << 31:
         return "the kernel numbers the elements of a cache by 32 bits"
     for layer in layers_of(model):
-        own, forward = layer.attention, layer.feed_forward
-        if own.rotary or own.normalises:
-            return "queries and keys are rotated or normalised"
+        own, wrong = layer.attention, None
         if own.head_dim not in (OWN, 2 * OWN) or own.kv_heads != own.heads:
             size = f"{own.heads} heads of {own.head_dim} with {own.kv_heads} for keys"
-            return f"there are {size}; the kernel takes sizes of 32 and 64, and as many for keys"
-        if not all(isinstance(norm, LayerNorm) for norm in layer.norms):
-            return "a norm is not LayerNorm"
-        if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
-            return "the activation is not ReLU or the tanh form of GELU"
+            wrong = f"there are {size}; the kernel takes sizes of 32 and 64, and as many for keys"
+        elif not all(isinstance(norm, LayerNorm) for norm in layer.norms):
+            wrong = "a norm is not LayerNorm"
+        if reason := layer_refusal(layer, wrong):
+            return reason
     return None
 
 

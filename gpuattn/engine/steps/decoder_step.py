@@ -24,7 +24,7 @@ from gpuattn.nn.norm import LayerNorm
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
 THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
-PAST = 2048  # elements: two stages of states
+PAST = 2048  # elements that the kernel may load past the last row of states: two of its stages
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 # (columns of the model, rows of a step) at most: with more rows it was faster op by op, as measured
@@ -78,13 +78,11 @@ def refusal(model: Any, rows: int, room: int) -> str | None:
         got = f"there are {rows} rows of up to {room} keys"
         return f"{got}; up to {most} rows and {MOST_KEYS} keys in all one launch is faster"
     for layer in layers_of(model):
-        own, forward = layer.attention, layer.feed_forward
-        if own.rotary or own.normalises:
-            return "queries and keys are rotated or normalised"
+        own, forward, wrong = layer.attention, layer.feed_forward, None
         if own.head_dim not in GROUPS:
-            return f"the head size is {own.head_dim}, the kernel takes 32, 64 or 128"
-        if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
-            return "the activation is not ReLU or the tanh form of GELU"
+            wrong = f"the head size is {own.head_dim}, the kernel takes 32, 64 or 128"
+        if reason := layer_refusal(layer, wrong):
+            return reason
         for linear in (own.qkv, own.out, forward.inner, forward.out):
             if linear.weight.shape[1] % DEPTH or linear.weight.shape[0] % 2:
                 shape, accepted = linear.weight.shape, f"even outputs and a multiple of {DEPTH}"
@@ -102,6 +100,21 @@ def weights_refusal(model: Any, file: str) -> str | None:
     capability = gpu(weight.device.id).capability
     if not serves(file, capability):
         return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
+    return None
+
+
+def layer_refusal(layer: Any, wrong: str | None) -> str | None:
+    """Return why a kernel of a step does not take a layer, or None.
+
+    ``wrong``: what that kernel alone does not take of its heads or norms, or None.
+    """
+    own, forward = layer.attention, layer.feed_forward
+    if own.rotary or own.normalises:
+        return "queries and keys are rotated or normalised"
+    if wrong:
+        return wrong
+    if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
+        return "the activation is not ReLU or the tanh form of GELU"
     return None
 
 
@@ -304,7 +317,7 @@ class DecoderStep:
         self._phases.append(record)
 
     def _new(self, width):
-        """Return zeros (rows, width). The kernel loads up to PAST elements past the last row."""
+        """Return zeros (rows, width), with PAST more elements behind them."""
         rows = self.group << self.shift
         return arrays.zeros(self.like, rows * width + PAST)[: rows * width].reshape(rows, width)
 

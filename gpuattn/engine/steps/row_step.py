@@ -20,7 +20,12 @@ from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine.steps import decoder_step
 from gpuattn.engine.steps.cluster_step import ClusterStep, cluster_step_of
-from gpuattn.engine.steps.decoder_step import ACTIVATIONS, layers_of, weights_refusal
+from gpuattn.engine.steps.decoder_step import (
+    ACTIVATIONS,
+    layer_refusal,
+    layers_of,
+    weights_refusal,
+)
 from gpuattn.engine.steps.projected_attention import blocks_of, projected_attention
 from gpuattn.engine.steps.records import Records
 from gpuattn.nn.attention import split_heads
@@ -117,13 +122,9 @@ def refusal(model: Any, rows: int) -> str | None:
         got = f"there are {rows} rows of width {width}"
         return f"{got}; beyond {most} kernels of an op each are faster, or it was not measured"
     for layer in layers_of(model):
-        own, forward = layer.attention, layer.feed_forward
-        if own.rotary or own.normalises:
-            return "queries and keys are rotated or normalised"
-        if not all(isinstance(norm, LayerNorm) for norm in layer.norms):
-            return "a norm is not LayerNorm"
-        if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
-            return "the activation is not ReLU or the tanh form of GELU"
+        normed = all(isinstance(norm, LayerNorm) for norm in layer.norms)
+        if reason := layer_refusal(layer, None if normed else "a norm is not LayerNorm"):
+            return reason
         for linear in _linears(layer):
             if any(n % DEPTH for n in linear.weight.shape):
                 return f"a weight is {linear.weight.shape}, the kernel takes multiples of {DEPTH}"

@@ -23,7 +23,7 @@ from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
 FULL_TILES = 200  # tiles of dweight that fill a GPU by themselves
-DEEP, DEEP_TILES = 20480, 128  # with so many rows, whose sums can be split, so many do
+DEEP, DEEP_TILES = 20480, 128  # of DEEP rows or more DEEP_TILES do: the library splits the sums
 JOINT_SIZE = 1 << 24  # numbers of dz, beyond which a launch of both is slower
 SIDE_SHARE = 2  # a matmul on the side stream is planned for 1 / SIDE_SHARE of the multiprocessors
 
@@ -63,7 +63,7 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
 
 
 def _fills(rows, inputs, outputs):
-    """Return whether dweight, alone, is fastest by the library."""
+    """Return whether the library computes dweight alone faster than a launch with others does."""
     tiles = -(-inputs // TILE) * -(-outputs // TILE)
     return tiles >= (DEEP_TILES if rows >= DEEP else FULL_TILES)
 

@@ -52,7 +52,8 @@ STAGE, STAGES = 4, 4  # vectors that a thread loads at a time, and how often, if
 LOADED = 16 * STAGE  # bytes of a thread's vectors in the search among the best groups
 BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 multiprocessors
 TEAMS = 8  # of a block that has a sentence, each of BLOCK threads
-FEW_STAGES, MOST_STAGES = 1, 2  # of a team at most: most where half of the GPU or more has a block
+# stages of a team at most: where less than half of the multiprocessors have a block, and else
+FEW_STAGES, MOST_STAGES = 1, 2
 GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
 FILE, WHOLE = "sampling/beam_step.cu", "sampling/beam_step_block.cu"
 WHAT = "beam_step: penalties and banned"
@@ -376,10 +377,14 @@ def _bits_of_a_slice(stages, block, logits):
     return 2 * stages * STAGE * block // logits.itemsize + 4
 
 
+def _stages_of_row(vocab_size, itemsize, block):
+    return -(-vocab_size * itemsize // (16 * STAGE * block))
+
+
 def _teams(beam, vocab_size, itemsize, most):
     """Return (threads, slices of a row, stages of a slice, normalisers of a row) of the block of a
     sentence, whose teams of BLOCK threads have a slice each; None for more than ``most`` stages."""
-    stages_of_row = -(-vocab_size * itemsize // (16 * STAGE * BLOCK))
+    stages_of_row = _stages_of_row(vocab_size, itemsize, BLOCK)
     if beam > TEAMS:
         return None
     stages = -(-stages_of_row // (TEAMS // beam))
@@ -395,7 +400,7 @@ def _slices(rows, beam, vocab_size, itemsize, block):
 
     The number of rows decides them. Results do not depend on them.
     """
-    stages_of_row = -(-vocab_size * itemsize // (16 * STAGE * block))
+    stages_of_row = _stages_of_row(vocab_size, itemsize, block)
     most = GROUPS * max(1, beam // 16)
     stages = min(-(-rows * stages_of_row // BLOCKS), STAGES)
     # no group is larger than a warp's part of a slice

@@ -21,7 +21,7 @@ from gpuattn.ops.arguments import integer
 from gpuattn.ops.sampling.beam_step import MAX_COUNT
 from gpuattn.ops.sampling.topk_logprobs import largest
 
-NAME, FILE = "beam_update", "sampling/beam_update.cu"
+NAME, FILE = "beam_update", "sampling/beam_update.cu"  # others in FILE do not depend on SETTLED
 BLOCK, TEXT_BYTES = 128, 16
 MAX_ROWS = np.iinfo(np.int16).max
 STOPPING = ("fairseq", "enough", "best", "present", "greatest")  # a kernel's argument is the place
@@ -138,12 +138,11 @@ def beam_update(
     - "present", "greatest": when they have, and the best beam, divided for its present length or
       for the limit, is no better than the worst of the pool.
 
-    ``settled``: the launch before writes nothing of ``beams``; the state is then loaded beside it.
-
     With the last four it is also done when all beams are dead; at a limit not all beams compete for
     the pool, but those among the first K continuations. Nothing is read back, so a CUDA graph can
-    hold the call. Sentences that are done stay as they are. Raises ValueError for shapes and
-    settings that do not fit.
+    hold the call. Sentences that are done stay as they are. ``settled``: that the launch before
+    this one writes nothing of ``beams``; they are then loaded while it still runs. Raises
+    ValueError for shapes and settings that do not fit.
     """
     beam, count = beams.beam, scores.shape[-1]
     shape = beams.sentences, max(count, max(2, 1 + len(eos)) * beam)
