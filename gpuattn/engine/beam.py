@@ -10,7 +10,7 @@ from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.tape import raw
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
-from gpuattn.engine.cache import DeviceCache
+from gpuattn.engine.cache import DeviceCache, DeviceMemory
 from gpuattn.engine.inputs import (
     FIXED_TOKENS,
     Inputs,
@@ -217,10 +217,10 @@ class TranslationSearch:
         model, beams = self.model, self.beams
         tokens, positions = beams.tokens.reshape(-1, 1), beams.positions.reshape(-1, 1)
         with model.evaluating():
+            memories = [DeviceMemory(*own, self.memory_lengths) for own in self.memory]
             x = model.decode(
-                model.target(tokens, positions), self.memory, positions=positions,
-                memory_lengths=self.memory_lengths, caches=self.caches,
-            )  # fmt: skip
+                model.target(tokens, positions), memories, positions=positions, caches=self.caches
+            )
             return raw(model.output(x[:, -1]))
 
     def take(self, logits: Any) -> None:

@@ -1,10 +1,10 @@
 """Keys and values of the tokens so far, where the device alone knows how many there are."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuattn import arrays
 from gpuattn.autodiff.tape import raw
-from gpuattn.ops.attention.step_attention import step_attention
+from gpuattn.ops.attention.step_attention import memory_attention, step_attention
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_update import Beams
 from gpuattn.ops.sampling.text_update import Texts
@@ -33,6 +33,23 @@ class DeviceCache:
         """
         counts = self.beams.key_counts.ravel()
         return step_attention(q, k, v, self.k, self.v, counts, self.beams.slots, settled=settled)
+
+
+class DeviceMemory(NamedTuple):
+    """Keys and values (N, S, Hk, D) of the memories of N sentences, and how many count, int32 (N,).
+
+    For cross-attention in a step, whose projection of queries is a launch behind all that wrote
+    them.
+    """
+
+    k: Any
+    v: Any
+    lengths: Any
+
+    def attend(self, q: Any) -> Any:
+        """Return the attention of queries (N * K, 1, H, D), K for each sentence, in their shape."""
+        grouped = raw(q).reshape(len(self.k), -1, *q.shape[2:])
+        return raw(memory_attention(grouped, *self)).reshape(q.shape)
 
 
 class PromptCache:

@@ -278,7 +278,7 @@ class MultiHeadAttention(Module):
         """Return the heads' outputs, concatenated, (..., heads * head_dim): the input of ``out``.
 
         ``memory``: what cross-attention reads: tokens, their keys and values, as ``project`` or a
-        MemoryProjection returned them, or a HostMemory. ``positions``: int, of the tokens of x, for
+        MemoryProjection returned them, or what attends to them, a HostMemory. ``positions``: int, of the tokens of x, for
         ``rotary``; by default 0, 1, ... along their axis.
         ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
         and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
@@ -296,7 +296,7 @@ class MultiHeadAttention(Module):
             packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         else:
             (q,) = split_heads(self.q(x), (self.heads,), self.head_dim)
-            if isinstance(memory, HostMemory):
+            if hasattr(memory, "attend"):
                 return memory.attend(q).reshape(joined)
             k, v = memory if isinstance(memory, tuple) else self.project(memory)
             if cu_seqlens is None and len(k) != len(x):

@@ -98,18 +98,22 @@ def test_values_of_one_beam(value, kv_heads, settled):
         assert not np.isfinite(found[row]).any()
 
 
-MEMORIES = [  # sentences, beam, room, heads, kv_heads, head_dim, dtype
-    (3, 4, 32, 2, 2, 64, BFLOAT16), (2, 1, 96, 4, 2, 64, np.float16),
-    (2, 3, 40, 4, 1, 32, BFLOAT16),
-    (1, 9, 17, 2, 2, 128, np.float16), (5, 2, 200, 1, 1, 64, BFLOAT16),
+MEMORIES = [  # warps, sentences, beam, room, heads, kv_heads, head_dim, dtype
+    (2, 3, 4, 32, 2, 2, 64, BFLOAT16), (1, 2, 4, 96, 2, 2, 64, BFLOAT16),
+    (4, 2, 1, 96, 4, 2, 64, np.float16), (4, 2, 3, 40, 4, 1, 32, BFLOAT16),
+    (2, 1, 9, 17, 2, 2, 128, np.float16), (2, 5, 2, 200, 1, 1, 64, BFLOAT16),
+    (1, 2, 1, 33, 2, 2, 128, np.float16), (1, 3, 5, 20, 4, 2, 32, BFLOAT16),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "sentences, beam, room, heads, kv_heads, head_dim, dtype", sampled(MEMORIES, 2)
+    "warps, sentences, beam, room, heads, kv_heads, head_dim, dtype", sampled(MEMORIES, 3)
 )
-def test_memory_attention(sentences, beam, room, heads, kv_heads, head_dim, dtype, monkeypatch):
+def test_memory_attention(
+    warps, sentences, beam, room, heads, kv_heads, head_dim, dtype, monkeypatch
+):
     """All beams of a sentence see its memory, and no key past its end."""
+    monkeypatch.setattr(steps, "_warps_of_memory", lambda *_: warps)
     rng = np.random.default_rng(sentences)
     q = rng.standard_normal((sentences, beam, heads, head_dim)).astype(dtype)
     k, v = rng.standard_normal((2, sentences, room, kv_heads, head_dim)).astype(dtype)
@@ -125,3 +129,10 @@ def test_memory_attention(sentences, beam, room, heads, kv_heads, head_dim, dtyp
     tolerance = 2e-2 if dtype == BFLOAT16 else 2e-3
     found = np.asarray(found).astype(np.float32)
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_warps_of_memories():
+    """Few where blocks fill the GPU many times, or have few keys."""
+    assert [steps._warps_of_memory(4096, room, 132) for room in (32, 112)] == [1, 1]
+    assert [steps._warps_of_memory(2048, room, 132) for room in (32, 96)] == [2, 2]
+    assert [steps._warps_of_memory(1024, room, 132) for room in (32, 96)] == [2, 4]

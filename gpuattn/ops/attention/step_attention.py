@@ -29,6 +29,7 @@ PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
 FEW_KEYS = 96  # of a text at most, for two warps of a head; measured with 64
 BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
+SHORT_MEMORY, MANY_BLOCKS = 32, 24  # of ``memory_attention``: keys; blocks of a multiprocessor
 APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
 
 
@@ -180,14 +181,25 @@ def memory_attention(q: Any, k: Any, v: Any, key_lengths: Any) -> Any:
     taken = taken and all(x.flags.c_contiguous for x in (q, k, v)) and room <= SHORT_ROOM
     if not taken or tensor_core_refusal(q.device.id, q.dtype):
         return flash_attention(q, k, v, key_lengths=key_lengths)
-    out, step, warps = arrays.empty(q, q.shape), heads * head_dim, 2 if room <= 32 else 4
+    out, step = arrays.empty(q, q.shape), heads * head_dim
+    grid = sentences * kv_heads, -(-beam * heads // kv_heads // COLUMNS)
+    warps = _warps_of_memory(grid[0] * grid[1], room, gpu(q.device.id).multiprocessors)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": 0, "WARPS": warps}
     kernel(FILE, NAME, **constants, BEAMS=0, HEADS=1, MODE=MEMORY)(
-        (sentences * kv_heads, -(-beam * heads // kv_heads // COLUMNS)), (32 * warps,), q, None,
-        None, k, v, key_lengths, None, None, out, step, 0, 0, heads, kv_heads, beam, room,
-        np.float32(head_dim**-0.5), shared_bytes=0,
+        grid, (32 * warps,), q, None, None, k, v, key_lengths, None, None, out, step, 0, 0, heads,
+        kv_heads, beam, room, np.float32(head_dim**-0.5), shared_bytes=0,
     )  # fmt: skip
     return out
+
+
+def _warps_of_memory(blocks, room, multiprocessors):
+    """Return the warps of a block: fewer where there are many blocks, or few keys for each.
+
+    Of many sentences most are shorter than the room, and a warp without keys only waits.
+    """
+    if blocks >= MANY_BLOCKS * multiprocessors:
+        return 1
+    return 2 if room <= SHORT_MEMORY or 2 * blocks >= MANY_BLOCKS * multiprocessors else 4
 
 
 IMPLS = Impls(

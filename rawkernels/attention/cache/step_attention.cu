@@ -15,7 +15,7 @@
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4; MODE = 0
 // Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 16; HEADS = 1; MODE = 1
 // Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 1, 4; MODE = 1
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 2, 4; HEADS = 1; MODE = 2
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 1, 2, 4; HEADS = 1; MODE = 2
 // Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1; MODE = 0
 // Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1; MODE = 0
 // Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1; MODE = 0
@@ -39,7 +39,7 @@ constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && __CUDA_ARCH__ > 800 && __CUDA_
 constexpr bool FEW_BLOCKS = BEAMS && (HEADS == 1 || MODE == SETTLED || MORE_REGISTERS || __CUDA_ARCH__ < 800);
 constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                           ? BEAMS ? 8 : 12
                               : FEW_BLOCKS                              ? 16
-                              : MORE_REGISTERS || WARPS == 2 && !BEAMS ? 20
+                              : MORE_REGISTERS || WARPS <= 2 && !BEAMS ? 20
                                                                         : 24;
 constexpr int BLOCKS_AT_ONCE = WARPS * HEADS < WARPS_AT_ONCE ? WARPS_AT_ONCE / (WARPS * HEADS) : 1;
 constexpr int TEAM = 32 * WARPS, THREADS = TEAM * HEADS;  // threads of a head, of a block
