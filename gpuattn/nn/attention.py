@@ -278,8 +278,8 @@ class MultiHeadAttention(Module):
         """Return the heads' outputs, concatenated, (..., heads * head_dim): the input of ``out``.
 
         ``memory``: what cross-attention reads: tokens, their keys and values, as ``project`` or a
-        MemoryProjection returned them, or what attends to them, a HostMemory. ``positions``: int, of the tokens of x, for
-        ``rotary``; by default 0, 1, ... along their axis.
+        MemoryProjection returned them, or what attends to these, such as a HostMemory.
+        ``positions``: int, of the tokens of x, for ``rotary``; by default 0, 1, ... along an axis.
         ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
         and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
         ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows

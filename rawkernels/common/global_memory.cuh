@@ -36,8 +36,6 @@ __device__ __forceinline__ void wait_for_count(const int* counter, int count) {
 }
 // Orders accesses to global memory by this thread with those by TMA, in both directions.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// Fetches the line of 128 bytes to L2.
-__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
 
 // ---- vectors of 16 bytes
 // One store instruction; for a plain assignment the compiler sometimes emits four.

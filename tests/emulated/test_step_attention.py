@@ -36,7 +36,10 @@ def hide_unread(caches, counts, slots, table):
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("rows, beam, pages, heads, kv_heads, head_dim, dtype", sampled(CASES, 2))
-def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype, settled):
+def test_step_attention(
+    rows, beam, pages, heads, kv_heads, head_dim, dtype, settled, monkeypatch
+):  # fmt: skip
+    monkeypatch.setattr(steps, "BEAM_WARPS", ((2 ** (rows % 3), 0),))
     rng, room = np.random.default_rng(rows), 64 * pages
     parts = rng.standard_normal((rows, 1, heads + 2 * kv_heads, head_dim)).astype(dtype)
     q, k, v = np.split(parts, [heads, heads + kv_heads], 2)
@@ -72,9 +75,10 @@ def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype, set
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("kv_heads, settled", [(1, False), (4, True)])
-def test_values_of_one_beam(value, kv_heads, settled):
+@pytest.mark.parametrize("warps, kv_heads, settled", [(2, 1, False), (1, 4, True), (4, 2, True)])
+def test_values_of_one_beam(value, warps, kv_heads, settled, monkeypatch):
     """They are seen by that beam alone, old or new: the results of the others are the same bits."""
+    monkeypatch.setattr(steps, "BEAM_WARPS", ((warps, 0),))
     rng, beam, room, count = np.random.default_rng(0), 4, 64, 38
     parts = rng.standard_normal((2 * beam, 1, 3 * kv_heads, 64)).astype(BFLOAT16)
     q, k, v = np.split(parts, 3, 2)

@@ -29,6 +29,7 @@ PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
 FEW_KEYS = 96  # of a text at most, for two warps of a head; measured with 64
 BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
+BEAM_WARPS = (1, 12), (2, 4)  # with beams: warps from so many blocks of a multiprocessor on
 SHORT_MEMORY, MANY_BLOCKS = 32, 24  # of ``memory_attention``: keys; blocks of a multiprocessor
 APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
 
@@ -122,26 +123,22 @@ def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, set
     return None
 
 
-def _warps_and_heads(blocks, kv_heads, head_dim, beam, room, multiprocessors):
-    """Return the warps of a head and the heads of a block; ``blocks``: if it has one head.
+def _warps(blocks, head_dim, beam, room, multiprocessors):
+    """Return the warps of a block.
 
     A warp takes 16 keys at a time. Few blocks have more warps, and many of short texts fewer, so
-    that all run at once. That changes the order of sums, so not under ``batch_invariant``. With
-    beams the heads of a block share the list of rows.
+    that all run at once. That changes the order of sums, so not under ``batch_invariant``.
     """
-    at_once = 12 if head_dim == 128 else 24  # warps of a multiprocessor, by their registers
-    chosen = not mode.get().batch_invariant
+    if mode.get().batch_invariant:
+        return 2 if beam > 1 else 4
     if beam > 1:
-        many = kv_heads % 4 == 0 and head_dim < 128 and blocks >= 4 * multiprocessors
-        shared = 4 if many else 1
-        return (4 if chosen and shared == 1 else 2), shared
-    for warps in (16, 8) if chosen else ():
+        return next((warps for warps, least in BEAM_WARPS if blocks >= least * multiprocessors), 4)
+    at_once = 12 if head_dim == 128 else 24  # warps of a multiprocessor, by their registers
+    for warps in (16, 8):
         fits = warps * head_dim <= 1024 and blocks <= multiprocessors * (at_once // warps)
         if fits and room >= 8 * warps:
-            return warps, 1
-    if chosen and head_dim < 128 and room <= FEW_KEYS and blocks >= 2 * multiprocessors:
-        return 2, 1
-    return 4, 1
+            return warps
+    return 2 if head_dim < 128 and room <= FEW_KEYS and blocks >= 2 * multiprocessors else 4
 
 
 def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
@@ -154,14 +151,13 @@ def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, se
     else:
         page, room = PAGE, PAGE * page_table.shape[1]
     blocks, columns = rows // beam * kv_heads, -(-beam * heads // kv_heads // COLUMNS)
-    warps, shared = _warps_and_heads(
-        blocks * columns, kv_heads, head_dim, beam, room, gpu(q.device.id).multiprocessors
-    )
+    cores = gpu(q.device.id).multiprocessors
+    warps = _warps(blocks * columns, head_dim, beam, room, cores)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page, "WARPS": warps}
-    constants |= {"BEAMS": int(beam > 1), "HEADS": shared, "MODE": SETTLED if settled else APPEND}
+    constants |= {"BEAMS": int(beam > 1), "MODE": SETTLED if settled else APPEND}
     kernel(FILE, NAME, **constants)(
-        (blocks // shared, columns), (32 * warps * shared,), q, k, v, k_cache, v_cache, key_counts,
-        slots, page_table, out, *steps, heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
+        (blocks, columns), (32 * warps,), q, k, v, k_cache, v_cache, key_counts, slots, page_table,
+        out, *steps, heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
         shared_bytes=4 * room * min(beam, COLUMNS) if beam > 1 else 0,
     )  # fmt: skip
     return out, None
@@ -185,7 +181,7 @@ def memory_attention(q: Any, k: Any, v: Any, key_lengths: Any) -> Any:
     grid = sentences * kv_heads, -(-beam * heads // kv_heads // COLUMNS)
     warps = _warps_of_memory(grid[0] * grid[1], room, gpu(q.device.id).multiprocessors)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": 0, "WARPS": warps}
-    kernel(FILE, NAME, **constants, BEAMS=0, HEADS=1, MODE=MEMORY)(
+    kernel(FILE, NAME, **constants, BEAMS=0, MODE=MEMORY)(
         grid, (32 * warps,), q, None, None, k, v, key_lengths, None, None, out, step, 0, 0, heads,
         kv_heads, beam, room, np.float32(head_dim**-0.5), shared_bytes=0,
     )  # fmt: skip

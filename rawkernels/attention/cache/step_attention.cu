@@ -5,23 +5,20 @@
 // Logits are products of 16 keys (operand a) and 8 columns (operand b), outputs of values (operand a) and weights; both
 // come from global memory in the layout of the operand, without shared memory. Warp w takes the groups of 16 keys
 // w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
-// PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one. HEADS: KV heads
-// of a block, with WARPS each.
+// PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one.
 // MODE: APPEND waits for the kernel before it first. SETTLED: what wrote caches, counts, slots and page table was over before
 // the kernel before this one started, so old keys are loaded beside it. MEMORY is SETTLED, too.
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 8, 16; HEADS = 1; MODE = 0
-// Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1; MODE = 0
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1; MODE = 0
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4; MODE = 0
-// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 16; HEADS = 1; MODE = 1
-// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 1, 4; MODE = 1
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 1, 2, 4; HEADS = 1; MODE = 2
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1; MODE = 0
-// Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1; MODE = 0
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1; MODE = 0
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4; MODE = 0
-// Launch:    grid = (sentences * kv_heads / HEADS, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS * HEADS,),
-//            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). HEADS KV heads of a sentence per block.
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 8, 16; MODE = 0
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; MODE = 0
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 0
+// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 16; MODE = 1
+// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 1
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 1, 2, 4; MODE = 2
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; MODE = 0
+// Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; MODE = 0
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 0
+// Launch:    grid = (sentences * kv_heads, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS,),
+//            shared = 4 * beam * room bytes with BEAMS (at most 8 beams)
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/cache/columns.cuh"
@@ -36,13 +33,11 @@ static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attenti
 // Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
 // The same instructions take more registers on some architectures.
 constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ != 900;
-constexpr bool FEW_BLOCKS = BEAMS && (HEADS == 1 || MODE == SETTLED || MORE_REGISTERS || __CUDA_ARCH__ < 800);
 constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                           ? BEAMS ? 8 : 12
-                              : FEW_BLOCKS                              ? 16
+                              : BEAMS                                   ? 16
                               : MORE_REGISTERS || WARPS <= 2 && !BEAMS ? 20
                                                                         : 24;
-constexpr int BLOCKS_AT_ONCE = WARPS * HEADS < WARPS_AT_ONCE ? WARPS_AT_ONCE / (WARPS * HEADS) : 1;
-constexpr int TEAM = 32 * WARPS, THREADS = TEAM * HEADS;  // threads of a head, of a block
+constexpr int BLOCKS_AT_ONCE = WARPS < WARPS_AT_ONCE ? WARPS_AT_ONCE / WARPS : 1, THREADS = 32 * WARPS;
 constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product
 constexpr int PARTS = HEAD_DIM / 32;                      // of a key: in each a lane has 8 elements
 constexpr int WORDS = HEAD_DIM / 16;                      // pairs of elements of a value that a lane has
@@ -206,19 +201,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     int room,
     float scale) {
     if (MODE == APPEND) grid_dependency_wait();
-    // The next launch may start once all blocks of this one have started: row_linear loads its weights beside them. With many
-    // sentences (HEADS) that is slower.
-    const auto wait = [&] {
-        grid_dependency_wait();
-        if (HEADS == 1) grid_launch_dependents();
-    };
     extern __shared__ __align__(16) u32 list[];
-    __shared__ float tops[HEADS * WARPS * COLUMNS];
-    __shared__ float sums[HEADS * WARPS * COLUMNS];
-    __shared__ float2 parts[HEADS * WARPS * COLUMNS * PITCH];
-    const int place = threadIdx.x / TEAM, warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int blocks = kv_heads / HEADS, sentence = blockIdx.x / blocks;
-    const int kv_head = (blockIdx.x - sentence * blocks) * HEADS + place;
+    __shared__ float tops[WARPS * COLUMNS];
+    __shared__ float sums[WARPS * COLUMNS];
+    __shared__ float2 parts[WARPS * COLUMNS * PITCH];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int sentence = blockIdx.x / kv_heads, kv_head = blockIdx.x - sentence * kv_heads;
     const long long first_row = (long long)sentence * beam;
     const int key_stride = kv_heads * HEAD_DIM;
     const int group = heads / kv_heads, first_column = blockIdx.y * COLUMNS;
@@ -290,16 +278,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     } else {
         if (BEAMS) items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
         else items = count = min(max(key_counts[first_count], 1), room);
-        // With beams a group with new keys is loaded later as a whole, and with several heads no group is, only fetched to
-        // L2: there are no registers for more.
-        loaded = HEADS == 1 && (BEAMS ? (warp + 1) * GROUP <= items - beams : warp * GROUP < items);
+        loaded = BEAMS ? (warp + 1) * GROUP <= items - beams : warp * GROUP < items;  // else later, with its new keys
         if (loaded) fetch(warp, items, true, false);
-        if (HEADS > 1) {
-            const int item = warp * GROUP + lane % GROUP;
-            const scalar* cache = lane < GROUP ? k_cache : v_cache;
-            if (item < items - beams) prefetch_line(cache + (long long)(list[item] & ROW) * key_stride);
-        }
-        wait();
+        grid_dependency_wait();
+        // once all blocks of this one have started: row_linear loads its weights beside them
+        grid_launch_dependents();
         load_query();
         if (APPENDS && !BEAMS && loaded) fetch(warp, items, false, true);
     }
@@ -366,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
 
     // ---- the new keys and values, of the beams whose first column is here
     constexpr int VECTORS = HEAD_DIM / 8;
-    for (int i = threadIdx.x % TEAM; APPENDS && i < beams * 2 * VECTORS; i += TEAM) {
+    for (int i = threadIdx.x; APPENDS && i < beams * 2 * VECTORS; i += THREADS) {
         const int from = first_beam + i / (2 * VECTORS), column = i % VECTORS * 8;
         if (from * group < first_column) continue;
         const int last = PAGE ? page_table[(count - 1) / KEYS] * PAGE + (count - 1) % KEYS : from * room + count - 1;
@@ -377,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     }
 
     // ---- merge the warps
-    const int mine = (place * WARPS + warp) * COLUMNS + 2 * t;
+    const int mine = warp * COLUMNS + 2 * t;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
         sum[c] = sum_of_columns(sum[c]);
@@ -390,17 +373,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x % TEAM; i < columns.count * (HEAD_DIM / 2); i += TEAM) {
+    for (int i = threadIdx.x; i < columns.count * (HEAD_DIM / 2); i += THREADS) {
         const int column = i / (HEAD_DIM / 2), pair = i % (HEAD_DIM / 2);
-        const int at = place * WARPS * COLUMNS + column;
         float peak = NEG_INF, total = 0, x = 0, y = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) peak = fmaxf(peak, tops[at + w * COLUMNS]);
+        for (int w = 0; w < WARPS; ++w) peak = fmaxf(peak, tops[column + w * COLUMNS]);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float weight = exp2_fast(tops[at + w * COLUMNS] - peak);
-            const float2 part = parts[(at + w * COLUMNS) * PITCH + pair];
-            total += weight * sums[at + w * COLUMNS], x += weight * part.x, y += weight * part.y;
+            const float weight = exp2_fast(tops[column + w * COLUMNS] - peak);
+            const float2 part = parts[(column + w * COLUMNS) * PITCH + pair];
+            total += weight * sums[column + w * COLUMNS], x += weight * part.x, y += weight * part.y;
         }
         const int of = columns.beam(column), head = first_column + column - of * group + kv_head * group;
         scalar* to = out + ((first_row + of) * heads + head) * HEAD_DIM + 2 * pair;
