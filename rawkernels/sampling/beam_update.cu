@@ -1,8 +1,7 @@
 // The update after beam_step: finished texts go to a pool of the K best, K beams continue, and a sentence may be done.
 // Constants: SETTLED = 0, 1
 // Launch:    beam_update: grid = (sentences,), block = (BLOCK,), shared memory: 16 * (beam + count) bytes. One block per sentence.
-//            beam_start: the same, without shared memory.
-//            beam_texts: grid = (ceil(sentences * nbest / BLOCK),). One thread per text.
+//            beam_start, beam_texts: the same, without shared memory.
 //            dependent: beam_update, beam_texts
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 //
@@ -12,6 +11,7 @@
 
 constexpr int BLOCK = 128, MAX_BEAM = 64, MAX_COUNT = 128;
 constexpr int EACH = 8;             // loads that a thread has under way
+constexpr int LINKS = 1024;         // of texts, in shared memory at a time
 constexpr int TABLE = 2 * BLOCK;    // divisors that are loaded before it is known which are needed
 static_assert(MAX_COUNT <= BLOCK && MAX_BEAM <= BLOCK);
 
@@ -239,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_start(
     }
 }
 
-// Writes the best texts of each sentence, from the history, last token first, and their figures. One thread per text.
+// Writes the best texts of each sentence, from the history, last token first, and their figures. One block per sentence, a
+// thread per text: its links hang on each other, so they are followed in shared memory.
 extern "C" __global__ void __launch_bounds__(BLOCK) beam_texts(
     const float* pool_normalised,  // (sentences, beam)
     const float* pool_scores,
@@ -250,19 +251,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_texts(
     int* lengths,                  // (sentences, nbest)
     float* scores,                 // (sentences, nbest)
     float* normalised,             // (sentences, nbest)
-    int sentences,
     int beam,
     int room,
     int nbest) {
     grid_dependency_wait();
-    const int text = blockIdx.x * BLOCK + threadIdx.x;
-    if (text >= sentences * nbest) return;
-    const int sentence = text / nbest, place = sentence * beam + text % nbest;
-    lengths[text] = pool_steps[place], scores[text] = pool_scores[place], normalised[text] = pool_normalised[place];
-    int from = pool_beams[place];
-    for (int step = pool_steps[place] - 1; step >= 0; --step) {
-        const int2 link = history[((long long)sentence * room + step) * beam + from];
-        texts[(long long)text * room + step] = link.x;
-        from = link.y;
+    __shared__ int2 links[LINKS];
+    __shared__ int steps[MAX_BEAM];
+    const int me = threadIdx.x, sentence = blockIdx.x, place = sentence * beam + me, text = sentence * nbest + me;
+    int left = 0, from = 0, longest = 0;
+    if (me < nbest) {
+        left = steps[me] = pool_steps[place], from = pool_beams[place];
+        lengths[text] = left, scores[text] = pool_scores[place], normalised[text] = pool_normalised[place];
+    }
+    __syncthreads();
+    for (int i = 0; i < nbest; ++i) longest = max(longest, steps[i]);
+    history += (long long)sentence * room * beam, texts += (long long)text * room;
+    const int each = LINKS / beam;  // steps
+    for (int end = longest; end > 0; end -= each) {
+        const int begin = max(end - each, 0);
+        for (int i = me; i < (end - begin) * beam; i += BLOCK) links[i] = history[begin * beam + i];
+        __syncthreads();
+        for (; left > begin; --left) {
+            const int2 link = links[(left - 1 - begin) * beam + from];
+            texts[left - 1] = link.x, from = link.y;
+        }
+        __syncthreads();
     }
 }

@@ -124,6 +124,25 @@ def test_beam_update(stopping, beam, marks):
         np.testing.assert_array_equal(texts[used], wanted[used])
 
 
+@pytest.mark.parametrize("beam, room", [(1, 9), (5, 700), (64, 50)])
+def test_texts_of_several_pieces(beam, room):
+    """The kernel has 1,024 links of a history in shared memory at a time."""
+    rng, nbest = np.random.default_rng(beam), max(1, beam // 2)
+    beams = Beams(LIKE, 3, beam, room, float)
+    beams.history[..., 0] = rng.integers(0, 99, beams.history.shape[:3])
+    beams.history[..., 1] = rng.integers(0, beam, beams.history.shape[:3])
+    beams.pool_steps[...] = rng.integers(0, room + 1, (3, beam))
+    beams.pool_steps[0, 0], beams.pool_steps[1] = room, 0
+    beams.pool_beams[...] = rng.integers(0, beam, (3, beam))
+    with emulated(beam, beams_module):
+        texts, *figures = best_texts(beams, nbest)
+    wanted, *others = best_texts(beams, nbest)
+    for one, other in zip(figures, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+    used = np.arange(room) < others[0][:, :, None]
+    np.testing.assert_array_equal(texts[used], wanted[used])
+
+
 @pytest.mark.parametrize("marks", [[], [2], [2, 7, 4]])
 def test_text_update(marks):
     rng, eos = np.random.default_rng(0), np.array(marks, np.int32)

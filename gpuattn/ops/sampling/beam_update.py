@@ -268,8 +268,8 @@ def packed_texts(beams: Beams, nbest: int = 1) -> Any:
     pools = beams.pool_normalised, beams.pool_scores, beams.pool_beams, beams.pool_steps
     if on_gpu(packed):
         kernel(FILE, "beam_texts", SETTLED=1)(
-            (math.ceil(math.prod(shape) / BLOCK),), (BLOCK,), *pools, beams.history, texts,
-            lengths, scores, normalised, beams.sentences, beams.beam, beams.room, nbest,
+            (beams.sentences,), (BLOCK,), *pools, beams.history, texts, lengths, scores, normalised,
+            beams.beam, beams.room, nbest,
         )  # fmt: skip
         return packed
     normalised[...], scores[...], beam, lengths[...] = (pool[:, :nbest] for pool in pools)
