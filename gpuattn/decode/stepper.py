@@ -1,6 +1,7 @@
 """The interface between decoding and models, and the results."""
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from gpuattn.errors import problem, type_of
 from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
+MANY_TOKENS = 4096  # of ``token_lists``
 LEAVING_SHARE = 1 / 8  # of the sentences that a stepper holds: if fewer are done, none leaves
 
 
@@ -106,25 +108,39 @@ class Hypothesis(NamedTuple):
     ended: bool
 
 
+@functools.lru_cache(4)
+def _integers(count):
+    return np.array(range(count), object)
+
+
+def token_lists(texts: np.ndarray, vocab: int) -> list[Any]:
+    """Return ``texts.tolist()``, but for numbers that are no token of ``vocab``: some token.
+
+    The lists of many tokens share their integers: making and freeing one for each takes longer.
+    """
+    if texts.size < MANY_TOKENS:
+        return texts.tolist()
+    return _integers(vocab).take(texts, mode="clip").tolist()
+
+
 def hypotheses_of(
-    texts: np.ndarray,
-    lengths: np.ndarray,
-    scores: np.ndarray,
-    normalised: np.ndarray,
-    limits: Sequence[int],
-) -> list[list[Hypothesis]]:
+    texts: np.ndarray, lengths: np.ndarray, scores: np.ndarray, normalised: np.ndarray,
+    limits: Sequence[int], *, vocab: int | None = None,
+) -> list[list[Hypothesis]]:  # fmt: skip
     """Return the Hypotheses of each sentence, in order, without those that score -inf.
 
     ``texts``: (B, n, T) tokens, of which the first ``lengths`` (B, n) count. ``scores``,
     ``normalised``: (B, n). ``limits``: the most tokens of a text, for each sentence; a shorter text
-    has ended. All on the host; sentences beyond ``limits`` are left out.
+    has ended. ``vocab``: of ``token_lists``, if known. All on the host; sentences beyond ``limits``
+    are left out.
     """
     count, (_, n, room) = len(limits), texts.shape
     ended = lengths[:count] < np.asarray(limits, np.int64)[:, None]
     known = lengths[:count], scores[:count], normalised[:count], ended
     counts, *others = (x.ravel().tolist() for x in known)  # one call each
     longest = max(counts, default=0)
-    tokens = texts[:count].reshape(count * n, room)[:, :longest].tolist()
+    known_part = texts[:count].reshape(count * n, room)[:, :longest]
+    tokens = known_part.tolist() if vocab is None else token_lists(known_part, vocab)
     for text, length in zip(tokens, counts, strict=True):
         del text[length:]
     found = list(map(Hypothesis, tokens, *others))

@@ -20,6 +20,7 @@ from gpuattn.engine.inputs import (
     rounded,
     token_mask,
 )
+from gpuattn.engine.steps.packed import Packed
 from gpuattn.engine.steps.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
@@ -32,7 +33,7 @@ READ = "done", "steps", "scores", "pool_scores", "slots", "history"  # by ``stab
 FIXED_LENGTH = 16  # tokens of a source on average, where sources are encoded in one shape
 
 
-class TranslationSearch:
+class TranslationSearch(Packed):
     """The state of a search in ``sentences`` slots, each of which translates source after source.
 
     ``room``, ``source_room``: the most tokens of a translation and of a source, marks included.
@@ -143,11 +144,6 @@ class TranslationSearch:
         S = self.sentences
         return S, S, self.rules.prefix.size, entries, entries, sequences + 1, tokens, tokens
 
-    def refresh(self) -> None:
-        """Take over the weights as they are now."""
-        if self.decoder:
-            self.decoder.pack()
-
     def encode(self) -> None:
         """Encode the loaded sources and start their searches. Launches only, as in ``step``."""
         model, (*_, longest) = self.model, self.shape
@@ -206,7 +202,8 @@ class TranslationSearch:
         (packed,), at = read, np.asarray(slots)
         known = unpacked_texts(packed, self.sentences, self.options.nbest)
         texts, lengths, scores, normalised = (x[at] for x in known)
-        return hypotheses_of(texts, lengths, scores, normalised, limits)
+        vocab = self.model.config.vocab
+        return hypotheses_of(texts, lengths, scores, normalised, limits, vocab=vocab)
 
     def step(self) -> None:
         """Take the next token of every beam."""

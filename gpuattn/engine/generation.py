@@ -12,7 +12,7 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.decode.limits import check_tokens
 from gpuattn.decode.options import SampleOptions
 from gpuattn.decode.sample import sample
-from gpuattn.decode.stepper import Hypothesis
+from gpuattn.decode.stepper import Hypothesis, token_lists
 from gpuattn.engine.arguments import checked_lengths
 from gpuattn.engine.cache import DeviceCache, PromptCache
 from gpuattn.engine.inputs import (
@@ -24,6 +24,7 @@ from gpuattn.engine.inputs import (
     rounded,
     token_mask,
 )
+from gpuattn.engine.steps.packed import Packed
 from gpuattn.engine.steps.row_step import step_of
 from gpuattn.errors import problem
 from gpuattn.ops.attention.store_rows import store_rows
@@ -72,7 +73,7 @@ def _joined(prompts):
     return np.concatenate([np.zeros(0, np.int32), *map(np.asarray, prompts)])
 
 
-class Generation:
+class Generation(Packed):
     """The state of a generation in ``sentences`` slots, each of which takes text after text.
 
     Each slot has a cache of its own; a ``PagedGeneration`` shares them.
@@ -169,11 +170,6 @@ class Generation:
         S = self.texts.sentences
         return S, S, S, S, 4 * S, S, *self._prompt_sizes(shape)
 
-    def refresh(self) -> None:
-        """Take over the weights as they are now."""
-        if self.decoder:
-            self.decoder.pack()
-
     def begin(self) -> None:
         """Start the loaded texts: compute the keys of their prompts. Launches only."""
         last, positions, most, own, words, slots, *before = parts(
@@ -260,7 +256,7 @@ class Generation:
         at = np.asarray(slots)
         tokens, *others = (x[at] for x in read)
         lengths, scores, ended = (x.tolist() for x in others)
-        texts = tokens[:, : max(lengths, default=0)].tolist()
+        texts = token_lists(tokens[:, : max(lengths, default=0)], self.model.config.vocab)
         for text, length in zip(texts, lengths, strict=True):
             del text[length:]
         return [

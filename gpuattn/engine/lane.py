@@ -146,6 +146,7 @@ class Lane:
                 own = [one.number for one in requests], [one.key for one in requests]
                 self.search.load(texts, limits, *own, slots=slots)
             self._run("begin", (self.search, *self.search.shape), self.search.begin)
+        self.search.prepare()
 
     def _found(self):
         """Return the requests whose results have arrived, and wait for them if nothing runs."""

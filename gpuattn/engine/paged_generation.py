@@ -69,7 +69,7 @@ class PagedGeneration(Generation):
         return provided
 
     def refresh(self) -> None:
-        """Take over the weights as they are now, so known beginnings are known no more."""
+        """Note that the weights may have changed, so known beginnings are known no more."""
         super().refresh()
         for slot in list(self.pages.full):
             self.pages.leave(slot)

@@ -118,7 +118,9 @@ class Scheduler:
 
     def extend(self, requests: Sequence[Any], steps: Sequence[int]) -> None:
         """Put requests into the queue as ``add`` does, with the same cost and priority."""
-        if min(steps, default=1) < 1:
+        if not requests:
+            return
+        if min(steps) < 1:
             raise ValueError(problem("Scheduler.extend", "steps", min(steps), "1 or more"))
         numbered = zip(zip(requests, steps, strict=True), self._numbers, strict=False)
         first = self._rounds * ROUND

@@ -1,10 +1,13 @@
-"""What a step reads of a translation's sources."""
+"""What a step reads: of a translation's sources, and weights in a form of its own."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.engine.cache import DeviceMemory
+from gpuattn.engine.steps.packed import Packed
 from gpuattn.ops.attention.flash_attention import flash_attention
 
 
@@ -37,3 +40,15 @@ def test_memory_on_a_gpu(gpu, dtype, sentences, room):
         "float16": (np.float16, 2e-3), "bfloat16": (BFLOAT16, 2e-2), "float32": (np.float32, 1e-4),
     }[dtype]  # fmt: skip
     check_memory(gpu, dtype, tolerance, sentences, 4, room)
+
+
+def test_weights_are_packed_once_after_each_change():
+    search, packed = Packed(), []
+    search.prepare()  # no step of its own
+    search = Packed()
+    search.decoder = SimpleNamespace(pack=lambda: packed.append(1))
+    for changes in (1, 0, 1, 0, 0):
+        if changes and packed:
+            search.refresh()
+        search.prepare()
+    assert len(packed) == 2

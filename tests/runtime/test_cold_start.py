@@ -102,7 +102,7 @@ def test_an_engine_is_rehearsed_in_one_step(card):
     rehearsed = set(card.rehearsed)
     with pytest.MonkeyPatch.context() as patch:
         nothing = [[Hypothesis([], 0.0, 0.0, False)]] * 2
-        patch.setattr("gpuattn.engine.beam.hypotheses_of", lambda *texts: nothing)
+        patch.setattr("gpuattn.engine.beam.hypotheses_of", lambda *texts, **_: nothing)
         work()
     assert found and card.launched() == card.rehearsed == rehearsed
 
