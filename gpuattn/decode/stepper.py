@@ -13,7 +13,7 @@ from gpuattn.errors import problem, type_of
 from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
-MANY_TOKENS = 4096  # of ``token_lists``
+MANY_TOKENS = 4096  # from which on lists share their integers, see ``token_lists``
 LEAVING_SHARE = 1 / 8  # of the sentences that a stepper holds: if fewer are done, none leaves
 
 
@@ -113,12 +113,13 @@ def _integers(count):
     return np.array(range(count), object)
 
 
-def token_lists(texts: np.ndarray, vocab: int) -> list[Any]:
-    """Return ``texts.tolist()``, but for numbers that are no token of ``vocab``: some token.
+def token_lists(texts: np.ndarray, vocab: int | None = None) -> list[Any]:
+    """Return ``texts.tolist()``; ``vocab`` makes it faster for MANY_TOKENS or more.
 
-    The lists of many tokens share their integers: making and freeing one for each takes longer.
+    The lists then share integers from a table of the vocabulary, which takes less time than an
+    integer for each token. Numbers outside of 0 .. vocab - 1 may come out as other ones.
     """
-    if texts.size < MANY_TOKENS:
+    if vocab is None or texts.size < MANY_TOKENS:
         return texts.tolist()
     return _integers(vocab).take(texts, mode="clip").tolist()
 
@@ -131,16 +132,15 @@ def hypotheses_of(
 
     ``texts``: (B, n, T) tokens, of which the first ``lengths`` (B, n) count. ``scores``,
     ``normalised``: (B, n). ``limits``: the most tokens of a text, for each sentence; a shorter text
-    has ended. ``vocab``: of ``token_lists``, if known. All on the host; sentences beyond ``limits``
-    are left out.
+    has ended. ``vocab``: see ``token_lists``. All on the host; sentences beyond ``limits`` are left
+    out.
     """
     count, (_, n, room) = len(limits), texts.shape
     ended = lengths[:count] < np.asarray(limits, np.int64)[:, None]
     known = lengths[:count], scores[:count], normalised[:count], ended
     counts, *others = (x.ravel().tolist() for x in known)  # one call each
     longest = max(counts, default=0)
-    known_part = texts[:count].reshape(count * n, room)[:, :longest]
-    tokens = known_part.tolist() if vocab is None else token_lists(known_part, vocab)
+    tokens = token_lists(texts[:count].reshape(count * n, room)[:, :longest], vocab)
     for text, length in zip(tokens, counts, strict=True):
         del text[length:]
     found = list(map(Hypothesis, tokens, *others))

@@ -1,4 +1,4 @@
-"""What a step reads: of a translation's sources, and weights in a form of its own."""
+"""Attention over the memories of sentences, and when the weights of a step are packed."""
 
 from types import SimpleNamespace
 
@@ -43,12 +43,11 @@ def test_memory_on_a_gpu(gpu, dtype, sentences, room):
 
 
 def test_weights_are_packed_once_after_each_change():
+    Packed().prepare()  # a search whose step is op by op
     search, packed = Packed(), []
-    search.prepare()  # no step of its own
-    search = Packed()
     search.decoder = SimpleNamespace(pack=lambda: packed.append(1))
-    for changes in (1, 0, 1, 0, 0):
-        if changes and packed:
-            search.refresh()
+    for expected in (1, 2):
+        search.refresh()
         search.prepare()
-    assert len(packed) == 2
+        search.prepare()
+        assert len(packed) == expected
