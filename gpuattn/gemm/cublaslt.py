@@ -337,14 +337,17 @@ class MatmulPlan:
                 lt.matrix_layout_set_attribute(layout, name, value.ctypes.data, value.nbytes)
         return layout
 
-    def candidates(self, alignment: int, count: int) -> list[Candidate]:
+    def candidates(
+        self, alignment: int, count: int, workspace_bytes: int = WORKSPACE_BYTES
+    ) -> list[Candidate]:
         """Return up to ``count`` algorithms, the one that should be fastest first.
 
-        ``alignment``: of the addresses of all arrays, in bytes.
+        ``alignment``: of the addresses of all arrays, in bytes. ``workspace_bytes``: the most that
+        an algorithm may need.
         """
         lt, names = self.lt, self.lt.MatmulPreferenceAttribute
         wishes: list[tuple[int, np.ndarray]] = [
-            (names.MAX_WORKSPACE_BYTES, np.array([WORKSPACE_BYTES], np.uint64)),
+            (names.MAX_WORKSPACE_BYTES, np.array([workspace_bytes], np.uint64)),
             (
                 names.REDUCTION_SCHEME_MASK,
                 np.array([NO_SPLITS if self.invariant else SUMS_IN_FLOAT32], np.uint32),

@@ -4,6 +4,7 @@ The choice is kept on disk beside the kernels, for this GPU and this version of 
 process that tunes again, for example to resume a training run, takes the same algorithms.
 """
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from gpuattn.modes import without_plans
 
 Result = TypeVar("Result")
 Table = dict[str, Candidate]  # by kind of product
-CANDIDATES = 8
+CANDIDATES = 8  # with workspace, and as many without
 SAMPLES = 7  # of each candidate, in turns
 MOST_OF_FIRST = 0.97  # of the time of the heuristic's choice: a smaller gain may be noise
 FLUSH_BYTES = 128 << 20  # written before every sample: more than the L2 cache holds
@@ -73,7 +74,7 @@ def _fastest(
     plan: MatmulPlan, cupy: ModuleType, a: Any, b: Any, out: Any, vector: Any, aux: Any
 ) -> Candidate:
     """Return the heuristic's first candidate, or the fastest one if it is clearly faster."""
-    candidates = plan.candidates(plan.alignment, CANDIDATES)
+    candidates = _candidates(plan)
     before = out.copy() if plan.accumulate else None
     scratch = cupy.empty(FLUSH_BYTES, np.int8)
     pairs: dict[Candidate, list] = {candidate: [] for candidate in candidates}
@@ -98,6 +99,18 @@ def _fastest(
     first = candidates[0]
     best = min(times, key=times.__getitem__, default=first)
     return best if times.get(best, 0) < MOST_OF_FIRST * times.get(first, math.inf) else first
+
+
+def _candidates(plan: MatmulPlan) -> list[Candidate]:
+    """Return what the heuristic proposes with workspace and without.
+
+    Before a product whose tiles are numbered in workspace the library clears that number, a node of
+    its own in a graph; the proposals without are often faster, and never among the others.
+    """
+    found = plan.candidates(plan.alignment, CANDIDATES)
+    with contextlib.suppress(plan.lt.cuBLASLtError):
+        found += plan.candidates(plan.alignment, CANDIDATES, workspace_bytes=0)
+    return list(dict.fromkeys(found))
 
 
 # ---- on disk -------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ __device__ inline Curve curve(float z) {
         return {value, gate.open + value * gate.shut * steepness};
     }
     if constexpr (ACTIVATION == 3) {
-        const Normal at = normal(z);
+        const Normal at = normal(scalar(), z);
         return {z * at.below, at.below + DENSITY * z * at.bell};
     }
     const Gate gate = gate_of(-LOG2E * z);

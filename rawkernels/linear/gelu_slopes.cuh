@@ -19,7 +19,7 @@ struct Curve { float value, code; };  // code: the integer before it is rounded 
 template <bool EXACT> __device__ __forceinline__ Curve curve(float z) {
     constexpr float SCALE = scale(scalar()), ORIGIN = origin(scalar());
     if constexpr (EXACT) {
-        const Normal at = normal(z);
+        const Normal at = normal(scalar(), z);
         return {z * at.below, fmaf(SCALE * DENSITY * z, at.bell, fmaf(at.below, SCALE, ORIGIN))};
     }
     const float square = z * z, steep = SCALE * STEEP + SCALE * STEEP_CUBIC * square;

@@ -171,16 +171,14 @@ def _backward_raw(saved, dnormed, dh, second=None, *, needs, into, p, key, rms, 
     dresidual = arrays.empty(h, h.shape)
     drops = rng.threshold(p) < 65536  # else p is too small to drop an element
     dx = arrays.empty(h, h.shape) if drops else None
-    given, steps = (h, weight, mean, rstd, dnormed, dh), (dnormed_step, dh_step)
-    outs, numbers = (dx, dresidual), device_numbers(p, key)
-    constants = {"RMS": rms, "WEIGHT": weight is not None}
-    layout = pairs_layout(h, needs[2:]) if second is None else None
-    if layout:
-        sums = _run_pairs(layout, given, outs, (*steps, *numbers), needs[2:], constants)
+    second, second_step = _rows_or_none(second, h.dtype)
+    given, outs = (h, weight, mean, rstd, dnormed, dh, second), (dx, dresidual)
+    numbers = dnormed_step, dh_step, second_step, *device_numbers(p, key)
+    constants = {"RMS": rms, "WEIGHT": weight is not None, "SECOND": second is not None}
+    if layout := pairs_layout(h, needs[2:]):
+        sums = _run_pairs(layout, given, outs, numbers, needs[2:], constants)
     else:
-        second, second_step = _rows_or_none(second, h.dtype)
-        numbers = *steps, second_step, *numbers
-        sums = _run_rows((*given, second), outs, numbers, needs[2:], constants)
+        sums = _run_rows(given, outs, numbers, needs[2:], constants)
     vectors = add_parts(sums, into[2:], h.dtype)
     return dresidual if dx is None else dx, dresidual, *vectors
 
@@ -191,7 +189,7 @@ def _rows_or_none(x, dtype):
 
 
 def _run_pairs(layout, given, outs, numbers, wanted, more):
-    """Launch the kernel in which a warp takes two rows; return the partial column sums."""
+    """Launch the kernel in which warps take two rows; return the partial column sums."""
     constants, block, grid, shared = layout
     h, (dx, _), name = given[0], outs, "dropout_add_norm_backward_pairs"
     sums = parts_of(h, grid, wanted)
@@ -209,7 +207,7 @@ def _run_rows(given, outs, numbers, wanted, more):
     constants, grid, shared = backward_layout(h, 3 + (second is not None), 2 + x_bias)
     sums = parts_of(h, grid, wanted)
     rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
-    constants = constants | {"X_BIAS": x_bias, "SECOND": second is not None} | more
+    constants = constants | {"X_BIAS": x_bias} | more
     kernel(f"norm/{name}.cu", name, **constants)(
         (grid,), (constants["BLOCK"],), *given, *outs, *sums, rows, cols, *numbers,
         shared_bytes=shared,

@@ -18,7 +18,14 @@ TEAMS = (8, 16, 32, 64, 128, 256, 512)  # threads that share a row
 REGISTERS = 65536  # of a multiprocessor
 MAX_STAGE_BYTES = 216 << 10  # of shared memory of a multiprocessor, for rows being loaded
 SUM_BYTES = 3 << 10  # of shared memory of a block, for sums
-PAIRS_COLS, PAIRS_THREADS = {256: 3, 384: 2}, 256  # columns: column sums that fit into registers
+# Columns: (warps that share a row, such teams of a block, blocks of a multiprocessor, column sums
+# that fit into registers), of the kernel of row pairs
+PAIRS = {
+    256: (1, 8, 2, 3),
+    384: (1, 8, 2, 2),
+    768: (2, 3, 2, 3),
+    1280: (5, 3, 1, 3),
+}
 SUM_COLS, SUM_THREADS = 32, 1024  # of a block of the kernel column_sums
 MAX_SUMS = 3  # of one launch of column_sums
 
@@ -163,20 +170,21 @@ def backward_layout(
 def pairs_layout(x: Array, wanted: Sequence[bool]) -> tuple[dict[str, Any], int, int, int] | None:
     """Return (constants, threads, blocks, bytes of shared memory) of the kernel of row pairs.
 
-    In it a warp processes two rows. ``x``: the rows. ``wanted``: which column sums. Returns None
-    where it does not apply or is not faster.
+    In it a team of warps processes two rows. ``x``: the rows. ``wanted``: which column sums.
+    Returns None where it does not apply or is not faster.
     """
     cols, count = x.shape[-1], sum(map(bool, wanted))
     rows = x.size // max(cols, 1)
-    if x.itemsize != 2 or cols not in PAIRS_COLS or not 0 < count <= PAIRS_COLS[cols]:
+    if x.itemsize != 2 or cols not in PAIRS or rows > 2**31 - 2:
         return None
-    if rows > 2**31 - 2:
+    warps, teams, blocks, most = PAIRS[cols]
+    if not 0 < count <= most:
         return None
     sums = sum(1 << i for i, want in enumerate(wanted) if want)
-    constants = {"scalar": ctype(x.dtype), "COLUMNS": cols, "SUMS": sums}
-    warps = PAIRS_THREADS // 32
-    blocks = min(2 * gpu(x.device.id).multiprocessors, -(-rows // (2 * warps)))
-    return constants, PAIRS_THREADS, blocks, 4 * warps * count * cols
+    constants = {"scalar": ctype(x.dtype), "COLUMNS": cols // warps, "SUMS": sums}
+    constants |= {"WARPS": warps, "TEAMS": teams, "BLOCKS": blocks}
+    grid = min(blocks * gpu(x.device.id).multiprocessors, -(-rows // (2 * teams)))
+    return constants, 32 * warps * teams, grid, 4 * teams * count * cols
 
 
 def parts_of(x: Array, grid: int, wanted: Sequence[bool]) -> list[Array | None]:
