@@ -22,7 +22,7 @@ from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, constant, normal
 from gpuattn.nn.norm import LayerNorm
-from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
+from gpuattn.nn.transformer import TransformerEncoderLayer, first_token, run_layers
 from gpuattn.ops.embedding import embedding
 from gpuattn.ops.linear.bias_activation import gelu, relu
 from gpuattn.ops.linear.linear import linear
@@ -169,12 +169,20 @@ class Bert(Module):
         ``cu_seqlens`` and ``max_seqlen``, and give (tokens, d_model).
         Raises ValueError for a text longer than ``max_length``.
         """
+        packing = {"positions": positions, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        return self._states(tokens, types, lengths, order=order, **packing)
+
+    def _states(
+        self, tokens, types=None, lengths=None, *, order=None, positions=None, cu_seqlens=None,
+        max_seqlen=None, pick=None,
+    ):  # fmt: skip
+        """Return what ``states`` does, or the rows of it that ``pick`` returns."""
         tokens = as_array(raw(tokens), "Bert", "tokens")
         texts = 0 if cu_seqlens is None else len(cu_seqlens) - 1
         if 0 < tokens.size == texts * (max_seqlen or 0):  # all are of one length: a batch
             whole = None if types is None else types.reshape(texts, -1)
-            states = self.states(tokens.reshape(texts, -1), whole, order=order)
-            return np.reshape(states, (tokens.size, -1))
+            states = self._states(tokens.reshape(texts, -1), whole, order=order, pick=pick)
+            return states if pick else np.reshape(states, (tokens.size, -1))
         length, most = max_seqlen or tokens.shape[-1], self.config.max_length
         if length > most:
             accepted = f"up to max_length, {most}"
@@ -186,7 +194,7 @@ class Bert(Module):
         x = self.dropout(self.embedding_norm(x))
         return run_layers(
             self.layers, None, x, key_lengths=lengths, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, recompute=self.checkpoint != "none",
+            max_seqlen=max_seqlen, recompute=self.checkpoint != "none", pick=pick,
         )  # fmt: skip
 
     def pooled(self, states: Any) -> Any:
@@ -214,8 +222,9 @@ class Bert(Module):
     ) -> Any:
         """Return the logits of the classes, (B, classes), where the model has some, else of masked
         tokens, (B, T, padded vocabulary). Arguments: as of ``states``."""
-        states = self.states(tokens, types, lengths)
-        return self._of_classes(states[:, 0]) if self.config.classes else self.head(states)
+        if not self.config.classes:
+            return self.head(self.states(tokens, types, lengths))
+        return self._of_classes(self._states(tokens, types, lengths, pick=first_token)[:, 0])
 
     def _of_classes(self, first):
         """Return the logits of the classes for the states of first tokens, (B, d_model)."""
@@ -260,10 +269,13 @@ class Bert(Module):
 
     def _states_at(self, rows, tokens, packing):
         """Return the states (M, d_model) at the sorted ``rows`` of ``tokens``."""
-        states = np.reshape(self.states(tokens, **packing), (-1, self.config.d_model))
-        # a lookup in the states, whose gradient is a sum without atomics; the rows are sorted
+        # a lookup, whose gradient is a sum without atomics; the rows are sorted
         order = (get_xp(rows).arange(rows.size, dtype=np.int32), None, None)
-        return embedding(rows, states, order=order)
+
+        def pick(x):
+            return embedding(rows, np.reshape(x, (-1, self.config.d_model)), order=order)
+
+        return self._states(tokens, pick=pick, **packing)
 
     def class_loss(
         self,
@@ -312,7 +324,8 @@ class Bert(Module):
         if pool not in POOLS:
             raise ConfigError(problem("embed", "pool", repr(pool), " or ".join(map(repr, POOLS))))
         with self.evaluating():
-            states = raw(self.states(tokens, types, lengths))
+            pick = first_token if pool == "first" else None
+            states = raw(self._states(tokens, types, lengths, pick=pick))
         xp, dtype = get_xp(states), states.dtype
         states = states.astype(np.float64 if dtype == np.float64 else np.float32, copy=False)
         if pool == "first":

@@ -21,7 +21,7 @@ from gpuattn.nn.dropout import Dropout, RandomState, Streams
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, truncated_normal
 from gpuattn.nn.norm import LayerNorm
-from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
+from gpuattn.nn.transformer import TransformerEncoderLayer, first_token, run_layers
 from gpuattn.ops.image_patches import image_patches
 from gpuattn.ops.linear.linear import linear
 from gpuattn.ops.loss.cross_entropy import cross_entropy
@@ -192,14 +192,16 @@ class ViT(Module):
         middle is seen; floats are as they should be: normalised, (B, image, image, channels), in
         the dtype of the model. Raises ValueError for other sizes, TypeError for other dtypes.
         """
+        return self._states(images)
+
+    def _states(self, images, pick=None):
         images = as_array(raw(images), "ViT", "images")
-        if images.dtype == np.uint8:
-            return self._states_of(self._cut(images))
-        return self._states_of(self._patches(images))
+        cut = self._cut if images.dtype == np.uint8 else self._patches
+        return self._states_of(cut(images), pick)
 
     def logits(self, images: Array) -> Any:
         """Return the logits (B, classes) for images, see ``states``."""
-        return self._head(self.states(images))
+        return self._head(self._states(images, pick=first_token))
 
     def loss(
         self,
@@ -223,7 +225,7 @@ class ViT(Module):
         if self.training:
             key = random.Key(self.random.seed, self.stream, self.random.step)
             window = {"pad": pad, "flip": flip, "seed": key}
-        logits = self._head(self._states_of(self._cut(images, mix=mix, **window)))
+        logits = self._head(self._states_of(self._cut(images, mix=mix, **window), first_token))
         if mix is None:
             return cross_entropy(
                 logits, labels, label_smoothing=label_smoothing, donate=True, dloss=dloss
@@ -256,8 +258,10 @@ class ViT(Module):
         found[:, 1:] = x.transpose(0, 1, 3, 2, 4, 5).reshape(len(images), -1, c.patch_width)
         return found
 
-    def _states_of(self, patches):
+    def _states_of(self, patches, pick=None):
         """Return the states for (B, tokens, patch_width), the first row of each image zeros.
+
+        ``pick``: see ``run_layers``.
 
         The product of that row is zero: its place is that of the class token, which has no bias.
         """
@@ -265,7 +269,8 @@ class ViT(Module):
         bias = np.broadcast_to(self.patch.bias, (c.tokens - 1, c.d_model))
         added = np.concatenate([np.reshape(self.class_token, (1, -1)), bias]) + self.positions
         x = self.dropout(linear(patches, self.patch.weight) + added)
-        return run_layers(self.layers, self.norm, x, recompute=self.checkpoint != "none")
+        recompute = self.checkpoint != "none"
+        return run_layers(self.layers, self.norm, x, recompute=recompute, pick=pick)
 
     def _head(self, states):
         if self.head is None:

@@ -4,7 +4,7 @@ Every residual connection and the norm next to it are one fused op. In a pre-nor
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,25 +40,28 @@ class _Layer(Module):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
         return self.norms[0].and_residual(x) if self.pre_norm else (x, x)
 
-    def step(self, n, h, following, **context):
+    def step(self, n, h, following, pick=None, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
         A branch returns the input of its last linear layer, and that layer.
 
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
-        after a pre-norm layer, or None.
+        after a pre-norm layer, or None. ``pick``: see ``run_layers``.
         """
         if self.drop and self.drop.training:
-            h = self.drop(h, self._branched(n, h, None, context)[1])
+            branched = self._branched(n, h, None, pick, context)[1]
+            h = self.drop(pick(h) if pick else h, branched)
             return following.and_residual(h) if self.pre_norm and following else (h, h)
-        return self._branched(n, h, following, context)
+        return self._branched(n, h, following, pick, context)
 
-    def _branched(self, n, h, following, context):
+    def _branched(self, n, h, following, pick, context):
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
         for (inner, out), norm, dropout, skip in zip(
             self._branches(**context), norms, self.dropouts, self.skips, strict=True
         ):
             x = inner(n)
+            if pick:  # only attention reads the other rows
+                x, h, pick = pick(x), pick(h), None
             if norm is None or (skip and skip.training):
                 branch = dropout(out(x))
                 n = h = h + (skip(branch) if skip else branch)
@@ -182,12 +185,14 @@ def run_layers(
     caches: list[Any] | None = None,
     memories: list[Any] | None = None,
     recompute: bool = False,
+    pick: Callable[[Any], Any] | None = None,
     **context: Any,
 ) -> Any:
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
     ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only the inputs of a
-    layer, and run it again in the backward pass.
+    layer, and run it again in the backward pass. ``pick``: returns those rows of an array like
+    ``x`` that are read of the result; the last layer computes no others behind its first attention.
     """
     recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
@@ -195,9 +200,15 @@ def run_layers(
     for i, layer in enumerate(layers):
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}
+        own |= {"pick": pick} if layer is layers[-1] else {}
         step = partial(layer.step, following=following[i], **own, **context)
         n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n
+
+
+def first_token(x: Any) -> Any:
+    """Return (B, 1, width) of x (B, T, width): the ``pick`` of a classifier of sequences."""
+    return x[:, :1]
 
 
 def fill_caches(

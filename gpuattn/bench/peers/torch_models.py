@@ -17,6 +17,10 @@ from gpuattn.nn.embedding import sinusoidal_positions
 CHARACTERS = 1000  # vocabularies up to this size are not padded
 
 
+def _all(x):
+    return x
+
+
 class Attention(nn.Module):
     """Multi-head self-attention, causal or not, or cross-attention to a memory."""
 
@@ -31,14 +35,16 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(width, 3 * width, bias)
         self.out = nn.Linear(width, width, bias)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, pick: Callable[[Tensor], Tensor] = _all
+    ) -> Tensor:
         if memory is None:
             q, k, v = self._split(self.qkv(x), 3)
         else:
             (q,), (k, v) = self._split(self.q(x), 1), self._split(self.kv(memory), 2)
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
+        return self.out(pick(y.transpose(1, 2).reshape(x.shape)))
 
     def _split(self, x, parts):
         """Return tensors (B, H, T, D)."""
@@ -60,7 +66,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """A pre-norm layer of an encoder, a decoder with a memory, or a language model."""
+    """A pre-norm layer of an encoder, a decoder with a memory, or a language model.
+
+    ``pick``, of the last layer of an encoder: returns the rows of its result that are read.
+    """
 
     def __init__(
         self,
@@ -82,8 +91,10 @@ class Layer(nn.Module):
         )
         self.dropout = nn.Dropout(case.dropout)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norms[0](x)))
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, pick: Callable[[Tensor], Tensor] = _all
+    ) -> Tensor:
+        x = pick(x) + self.dropout(self.attention(self.norms[0](x), pick=pick))
         if memory is not None:
             x = x + self.dropout(self.cross_attention(self.norms[1](x), memory))
         return x + self.dropout(self.feed_forward(self.norms[-1](x)))
@@ -92,8 +103,10 @@ class Layer(nn.Module):
 class PostNormLayer(Layer):
     """A layer of an encoder whose norms are behind the sums."""
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        x = self.norms[0](x + self.dropout(self.attention(x)))
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, pick: Callable[[Tensor], Tensor] = _all
+    ) -> Tensor:
+        x = self.norms[0](pick(x) + self.dropout(self.attention(x, pick=pick)))
         return self.norms[1](x + self.dropout(self.feed_forward(x)))
 
 
@@ -180,8 +193,9 @@ class ViT(nn.Module):
         x = self.patch(x.to(self.patch.weight.dtype))
         first = self.class_token.to(x.dtype).expand(count, 1, -1)
         x = torch.cat([first, x], 1) + self.positions
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x)
+        x = self.layers[-1](x, pick=lambda x: x[:, :1])
         logits = self.head(self.norm(x)[:, 0])
         return _loss(logits[:, None], labels[:, None], self.case.smoothing)
 
@@ -208,9 +222,9 @@ class Bert(nn.Module):
         table = self.embedding
         x = F.embedding(tokens, table.weight) + table.position_weight + self.types[0]
         x = self.dropout(self.embedding_norm(x))
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x)
-        x = x.flatten(0, 1).index_select(0, rows)
+        x = self.layers[-1](x, pick=lambda x: x.flatten(0, 1).index_select(0, rows))
         x = self.transform_norm(F.gelu(self.transform(x)))
         logits = F.linear(x, table.weight, self.output_bias)
         return _loss(logits[None], labels[None], self.case.smoothing)
