@@ -5,9 +5,9 @@
 //   DROPOUT = true; SECOND = false
 // Constants: scalar = bf16; COLUMNS = 256; WARPS = 1; TEAMS = 8; BLOCKS = 2; RMS = false; WEIGHT = false; SUMS = 7;
 //   DROPOUT = false; SECOND = false
-// Constants: scalar = bf16; COLUMNS = 256; WARPS = 3; TEAMS = 2; BLOCKS = 3; RMS = false; WEIGHT = true; SUMS = 7;
+// Constants: scalar = bf16; COLUMNS = 384; WARPS = 2; TEAMS = 3; BLOCKS = 2; RMS = false; WEIGHT = true; SUMS = 7;
 //   DROPOUT = false, true; SECOND = false, true
-// Constants: scalar = f16; COLUMNS = 256; WARPS = 5; TEAMS = 1; BLOCKS = 3; RMS = false; WEIGHT = true; SUMS = 7;
+// Constants: scalar = f16; COLUMNS = 256; WARPS = 5; TEAMS = 3; BLOCKS = 1; RMS = false; WEIGHT = true; SUMS = 7;
 //   DROPOUT = true; SECOND = false
 // Launch:    grid = (up to BLOCKS per multiprocessor,), block = (32 * WARPS * TEAMS,), shared = 4 bytes for each of the
 //            SUMS of a column and team. column_sum.cu then adds the blocks' sums, in order.

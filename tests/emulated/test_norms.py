@@ -22,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
     (BFLOAT16, 33, 384, 0.0, True, (1, 1, 1, 0, 0), True),
     (BFLOAT16, 37, 256, 0.2, False, (1, 1, 1, 1, 1), True),
     (np.float16, 1, 256, 1.0, True, (1, 1, 0, 0, 1), True),
+    (BFLOAT16, 25, 768, 0.1, False, (1, 1, 1, 1, 1), True),
+    (np.float16, 9, 1280, 0.0, False, (1, 1, 1, 1, 0), True),
+    (BFLOAT16, 14, 1536, 0.2, True, (1, 1, 1, 0, 1), False),
 ], 3))  # fmt: skip
 def test_pairs_of_rows(monkeypatch, dtype, rows, cols, p, rms, needs, with_dh):
     """Odd and even numbers of rows, few and more than a block processes at once, strided rows."""
@@ -48,6 +51,9 @@ def test_pairs_of_rows(monkeypatch, dtype, rows, cols, p, rms, needs, with_dh):
 @pytest.mark.parametrize("card, dtype, rows, cols, p, rms, needs, with_dh", sampled([
     ("9.0", BFLOAT16, 21, 768, 0.1, False, (1, 1, 1, 1, 1), False),
     ("9.0", BFLOAT16, 9, 384, 0.2, False, (1, 1, 1, 1, 1), True),
+    ("9.0", BFLOAT16, 13, 384, 0.2, False, (1, 1, 1, 1, 0), True),
+    ("9.0", np.float16, 7, 1280, 0.1, False, (1, 1, 1, 1, 1), True),
+    ("9.0", BFLOAT16, 5, 1024, 0.1, False, (1, 1, 1, 1, 1), False),
     ("9.0", np.float32, 11, 301, 0.5, True, (1, 1, 1, 0, 0), True),
     ("7.5", np.float16, 21, 768, 0.1, False, (1, 1, 1, 1, 1), True),
     ("8.0", np.float16, 3, 9000, 0.0, False, (1, 1, 0, 0, 1), True),

@@ -25,6 +25,7 @@ PAIRS = {
     384: (1, 8, 2, 2),
     768: (2, 3, 2, 3),
     1280: (5, 3, 1, 3),
+    1536: (4, 3, 1, 3),
 }
 SUM_COLS, SUM_THREADS = 32, 1024  # of a block of the kernel column_sums
 MAX_SUMS = 3  # of one launch of column_sums

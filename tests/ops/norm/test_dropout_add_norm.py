@@ -83,7 +83,9 @@ def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
     ((203, 384), "bfloat16", (0, 1), True), ((12, 384), "float16", (0,), True),
     ((5, 384), "bfloat16", (0, 1, 2), False), ((161, 256), "bfloat16", (0, 1, 2), True),
     ((64, 256), "float16", (), False), ((64, 256), "float32", (0,), False),
-    ((0, 384), "bfloat16", (0,), True),
+    ((0, 384), "bfloat16", (0,), True), ((203, 768), "bfloat16", (0, 1, 2), True),
+    ((41, 1280), "float16", (0, 1, 2), True), ((1, 1536), "bfloat16", (0,), True),
+    ((64, 1024), "bfloat16", (0, 1), False),
 ])  # fmt: skip
 def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
     """Few blocks, for all combinations of results, with and without dropout."""
@@ -98,11 +100,16 @@ def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
     assert (ran["dropout_add_norm_backward_pairs"] > 0) == (taken and shape[0] > 0)
 
 
-@pytest.mark.parametrize("cols, sums", [(256, 7), (384, 3), (384, 5), (384, 6)])
-def test_column_sums_fit_into_registers(nvrtc, cols, sums):
-    assert sums.bit_count() == launch.PAIRS_COLS[cols]
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("cols, sums", [
+    (256, 7), (384, 3), (384, 5), (384, 6), (768, 7), (1280, 7), (1536, 7),
+])  # fmt: skip
+def test_column_sums_fit_into_registers(nvrtc, cols, sums, second):
+    warps, teams, blocks, most = launch.PAIRS[cols]
+    assert sums.bit_count() == most
     file, constants = "norm/dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
-    constants |= {"scalar": "bf16", "COLUMNS": cols, "SUMS": sums, "DROPOUT": True}
+    constants |= {"WARPS": warps, "TEAMS": teams, "BLOCKS": blocks, "SECOND": second}
+    constants |= {"scalar": "bf16", "COLUMNS": cols // warps, "SUMS": sums, "DROPOUT": True}
     _, log = compiler.compile_text(sources.source_text(file, **constants), "sm_90", file)
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
