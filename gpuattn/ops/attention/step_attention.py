@@ -29,8 +29,9 @@ PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
 FEW_KEYS = 96  # of a text at most, for two warps of a head; measured with 64
 BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
-BEAM_WARPS = (1, 12), (2, 4)  # with beams: warps from so many blocks of a multiprocessor on
-SHORT_MEMORY, MANY_BLOCKS = 32, 24  # of ``memory_attention``: keys; blocks of a multiprocessor
+# Warps of a block from so many blocks of a multiprocessor on, else 4: with beams, of memories
+BEAM_WARPS, MEMORY_WARPS = ((1, 12), (2, 4)), ((1, 24), (2, 12))
+SHORT_MEMORY = 32  # keys, for which two warps are enough
 APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
 
 
@@ -132,7 +133,7 @@ def _warps(blocks, head_dim, beam, room, multiprocessors):
     if mode.get().batch_invariant:
         return 2 if beam > 1 else 4
     if beam > 1:
-        return next((warps for warps, least in BEAM_WARPS if blocks >= least * multiprocessors), 4)
+        return _fewer(BEAM_WARPS, blocks, multiprocessors)
     at_once = 12 if head_dim == 128 else 24  # warps of a multiprocessor, by their registers
     for warps in (16, 8):
         fits = warps * head_dim <= 1024 and blocks <= multiprocessors * (at_once // warps)
@@ -193,9 +194,12 @@ def _warps_of_memory(blocks, room, multiprocessors):
 
     Of many sentences most are shorter than the room, and a warp without keys only waits.
     """
-    if blocks >= MANY_BLOCKS * multiprocessors:
-        return 1
-    return 2 if room <= SHORT_MEMORY or 2 * blocks >= MANY_BLOCKS * multiprocessors else 4
+    warps = _fewer(MEMORY_WARPS, blocks, multiprocessors)
+    return min(warps, 2) if room <= SHORT_MEMORY else warps
+
+
+def _fewer(rule, blocks, multiprocessors):
+    return next((warps for warps, least in rule if blocks >= least * multiprocessors), 4)
 
 
 IMPLS = Impls(

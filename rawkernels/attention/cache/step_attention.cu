@@ -30,13 +30,13 @@
 
 enum { APPEND, SETTLED, MEMORY };
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
-// Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
-// The same instructions take more registers on some architectures.
+// Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. The same instructions take more registers on some
+// architectures.
 constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ != 900;
-constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                           ? BEAMS ? 8 : 12
-                              : BEAMS                                   ? 16
-                              : MORE_REGISTERS || WARPS <= 2 && !BEAMS ? 20
-                                                                        : 24;
+constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                ? BEAMS ? 8 : 12
+                              : BEAMS                        ? 16
+                              : MORE_REGISTERS || WARPS <= 2 ? 20
+                                                             : 24;
 constexpr int BLOCKS_AT_ONCE = WARPS < WARPS_AT_ONCE ? WARPS_AT_ONCE / WARPS : 1, THREADS = 32 * WARPS;
 constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product
 constexpr int PARTS = HEAD_DIM / 32;                      // of a key: in each a lane has 8 elements
