@@ -4,17 +4,15 @@
 // Constants: scalar = f16, bf16; GRADIENT = false; EXACT = false, true (GELU by tanh, by erf); BIAS = false, true;
 //   SUMS = false; HELD = 0, 6
 // Constants: scalar = f16, bf16; GRADIENT = true; EXACT = false; BIAS = false; SUMS = false, true; HELD = 0, 6
-// Launch:    grid = (min(tiles, SMs),), if HELD a multiple of the tiles in a row, else clusters of 2; block = (384,),
-//            shared = SHARED bytes; if HELD depth <= 64 * HELD
+// Launch:    grid = (min(tiles, SMs),), if HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
+//            if HELD depth <= 64 * HELD
 //            dependent: linear_gelu
 // Arch: sm_90a
 //
 // A tile is 128 x 128 and belongs to one consumer warpgroup. Two of them alternate (ping-pong): while one runs its epilogue
 // the other runs its main loop. The producer warpgroup loads operands in stages of K = 64. With HELD a block keeps its 128
-// columns of the weight in shared memory for all its tiles, in HELD parts of K = 64. Without, the two blocks of a cluster have
-// tiles one below the other: each loads half of the weight's part and multicasts it to both. The codes of the slopes go
-// directly between registers and global memory.
-#include "common/cluster.cuh"
+// columns of the weight in shared memory for all its tiles, in HELD parts of K = 64. The codes of the slopes go directly
+// between registers and global memory.
 #include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/pipeline.cuh"
@@ -25,7 +23,6 @@
 
 constexpr int ROWS = 128, COLUMNS = 128;            // of a tile
 constexpr int DEPTH = 64, STAGES = HELD ? 6 : 5;    // K of a stage; stages
-constexpr int PAIR = HELD ? 1 : 2;                  // blocks of a cluster
 constexpr int SLOTS = 2;                            // of results per warp
 constexpr int PARTS = ROWS / 64;                    // of 64 rows of a tile
 constexpr int CHUNKS = COLUMNS / 32;                // of 32 columns of a tile
@@ -40,7 +37,7 @@ constexpr int STAGE_FULL = 0, STAGE_EMPTY = 64, HELD_FULL = 128;
 constexpr int STAGE = 1024, WEIGHT = STAGE + STAGES * STAGE_BYTES, OUT = WEIGHT + HELD * B_BYTES;
 [[maybe_unused]] constexpr int SHARED = 1024 + OUT + 8 * SLOTS * SLOT;
 
-using Tiles = ProductTiles<PAIR * ROWS, COLUMNS>;  // of a cluster; if HELD all tiles of a block are in one column
+using Tiles = ProductTiles<ROWS, COLUMNS>;  // if HELD all tiles of a block are in one column
 
 // Issues the products of a stage; add: to the sums so far.
 __device__ __forceinline__ void multiply(float (&sum)[PARTS][COLUMNS / 2], u32 a, u32 b, bool add) {
@@ -91,15 +88,9 @@ template <int KEPT> __device__ __forceinline__ void add_rows(float (&columns)[CO
     if constexpr (KEPT > 4) add_rows<KEPT / 2>(columns);
 }
 
-// One arrival per warp, at all blocks that the stage's weights came to.
-__device__ __forceinline__ void release_stage(u32 bar) {
-    if constexpr (PAIR == 1) release(bar);
-    else if (threadIdx.x % 32 < PAIR) mbar_arrive_at(bar, threadIdx.x % 32);
-}
-
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(PAIR, 1, 1) linear_gelu(
+extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const __grid_constant__ TensorMap a_map,       // x or dy: (rows, depth); boxes of 128 rows
-    const __grid_constant__ TensorMap weight_map,  // (columns, depth), gradient (depth, columns); boxes of 64 rows
+    const __grid_constant__ TensorMap weight_map,  // (columns, depth), boxes of 128 rows; gradient (depth, columns), of 64
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
     unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128; code blocks row by row
     const u32* bias,                               // (columns,) of BIAS, in pairs; else null
@@ -110,24 +101,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(PAIR, 1, 1
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbar_init(shared + STAGE_FULL + 8 * i, 1);
-            mbar_init(shared + STAGE_EMPTY + 8 * i, 4 * PAIR);
+            mbar_init(shared + STAGE_EMPTY + 8 * i, 4);
         }
         for (int i = 0; i < HELD; ++i) mbar_init(shared + HELD_FULL + 8 * i, 1);
         mbar_init_done();
     }
-    if constexpr (PAIR > 1) { cluster_arrive_relaxed(); cluster_wait(); }
-    else __syncthreads();
+    __syncthreads();
     const Tiles tiles(problem);
-    const int steps = (problem.depth + DEPTH - 1) / DEPTH, first = blockIdx.x / PAIR, stride = gridDim.x / PAIR;
-    const int rank = PAIR > 1 ? cluster_rank() : 0;  // the second block's last tile may lie below the result
-    const auto row_of = [&](int tile) { return tiles.row(tile) + rank * ROWS; };
+    const int steps = (problem.depth + DEPTH - 1) / DEPTH, first = blockIdx.x, stride = gridDim.x;
 
     if (warpgroup() == 2) {  // ---- the producer
         decrease_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x % 128 != 0) return;
         int at = 0;  // number of the stage, counted over all tiles of the block
 #pragma unroll 1
-        for (int tile = first; tile < tiles.count && threadIdx.x % 128 == 0; tile += stride) {
-            const int row = row_of(tile), column = tiles.column(tile);
+        for (int tile = first; tile < tiles.count; tile += stride) {
+            const int row = tiles.row(tile), column = tiles.column(tile);
 #pragma unroll 1
             for (int k = 0; k < steps; ++k, ++at) {
                 const int i = at % STAGES;
@@ -139,111 +128,109 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(PAIR, 1, 1
                 const u32 b = HELD ? shared + WEIGHT + k * B_BYTES : to + A_BYTES;
                 const u32 b_full = HELD ? shared + HELD_FULL + 8 * k : full;
                 if (HELD) mbar_expect(b_full, B_BYTES);
+                if constexpr (GRADIENT) {
 #pragma unroll
-                for (int n = 0; n < COLUMNS / 64 / PAIR; ++n) {
-                    const int c = 64 * (PAIR * n + rank);
-                    const int x = GRADIENT ? column + c : k * DEPTH, y = GRADIENT ? k * DEPTH : column + c;
-                    if constexpr (PAIR > 1) tma_load_multicast(b + c * 128, weight_map, b_full, x, y, 0, 0, 3);
-                    else tma_load(b + c * 128, weight_map, b_full, x, y, 0, 0);
+                    for (int c = 0; c < COLUMNS; c += 64)
+                        tma_load(b + c * 128, weight_map, b_full, column + c, k * DEPTH, 0, 0);
+                } else {
+                    tma_load(b, weight_map, b_full, k * DEPTH, column, 0, 0);
                 }
             }
         }
-    } else {  // ---- consumers
-        increase_registers<CONSUMER_REGISTERS>();
-        const int w = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const auto signal_other = [w] { bar_arrive(2 - w, 256); };
-        const u32 slots = shared + OUT + (4 * w + warp) * SLOTS * SLOT;
-        int at = w * steps, slot = 0;
-        if (w == 1) signal_other();
-#pragma unroll 1
-        for (int tile = first + w * stride; tile < tiles.count; tile += 2 * stride) {
-            const int row = row_of(tile), column = tiles.column(tile);
-            const bool inside = PAIR == 1 || row < problem.rows;
-            const size_t below = (size_t)tiles.across * CHUNKS * CODE_BLOCK;  // 64 rows
-            unsigned char* const own = codes + row / 64 * below + column / 32 * CODE_BLOCK + threadIdx.x % 128 * CODES;
-            const auto codes_at = [&](int j, int c) { return own + (j ? below : 0) + c * CODE_BLOCK; };
-            uint4 loaded[PARTS * CHUNKS];  // codes
-            if constexpr (GRADIENT) {
-#pragma unroll
-                for (int p = 0; p < PARTS * CHUNKS; ++p)
-                    if (inside) loaded[p] = load_streaming(codes_at(p / CHUNKS, p % CHUNKS));
-            }
-            float sum[PARTS][COLUMNS / 2];
-            if constexpr (BIAS) begin_with_bias(sum, bias, column, problem.columns);
-            bar_sync(1 + w, 256);
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
-            u32 previous = 0;
-#pragma unroll 1
-            for (int k = 0; k < steps; ++k, ++at) {
-                const int i = at % STAGES;
-                const u32 a = shared + STAGE + i * STAGE_BYTES;
-                if (HELD && tile < first + 2 * stride) mbar_wait(shared + HELD_FULL + 8 * k, 0);
-                mbar_wait(shared + STAGE_FULL + 8 * i, at / STAGES & 1);
-                multiply(sum, a, HELD ? shared + WEIGHT + k * B_BYTES : a + A_BYTES, BIAS || k > 0);
-                wgmma_wait<1>();
-                if (k > 0) release_stage(previous);
-                previous = shared + STAGE_EMPTY + 8 * i;
-            }
-            if (tile + stride < tiles.count) signal_other();
-            at += steps;
-            wgmma_wait<0>();
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
-            release_stage(previous);
-            float columns[COLUMNS / 4];  // of SUMS: sums over this thread's rows
-#pragma unroll
-            for (int p = 0; p < PARTS * CHUNKS; ++p) {
-                const int j = p / CHUNKS, c = p % CHUNKS;
-                const u32 to = slots + slot * SLOT;
-                if (c % 2 == 0) {
-                    if (lane == 0) bulk_wait_read<SLOTS - 1>();  // the slot is free: its last store has been read
-                    __syncwarp();
-                }
-                u32 words[2][2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float* own = sum[j] + 16 * c + 8 * i;
-                    u32 out[4];
-                    if constexpr (GRADIENT) {
-                        const u32 word[2] = {i ? loaded[p].z : loaded[p].x, i ? loaded[p].w : loaded[p].y};
-#pragma unroll
-                        for (int n = 0; n < 4; ++n) {
-                            out[n] = times_slopes(pack_pair(scalar(), own[2 * n], own[2 * n + 1]), word[n / 2], n % 2);
-                            if constexpr (SUMS) {
-                                const float2 pair = unpack_pair(scalar(), out[n]);
-                                float* const to = columns + 8 * c + 4 * i + n / 2 * 2;
-                                const bool adds = j > 0 || n % 2 == 1;
-                                to[0] = adds ? to[0] + pair.x : pair.x, to[1] = adds ? to[1] + pair.y : pair.y;
-                            }
-                        }
-                    } else {
-                        activate(out, words[i], own);
-                    }
-                    stmatrix(chunk_address<64>(to, lane & 15, 4 * (c % 2) + 2 * i + (lane >> 4)), out);
-                }
-                if (!GRADIENT && inside) store_streaming(codes_at(j, c), {words[0][0], words[0][1], words[1][0], words[1][1]});
-                if (c % 2 == 1) {
-                    fence_async_proxy();
-                    __syncwarp();
-                    if (lane == 0) {
-                        tma_store(out_map, to, column + 32 * (c - 1), row + 64 * j + 16 * warp, 0, 0);
-                        bulk_commit();
-                    }
-                    if (++slot == SLOTS) slot = 0;
-                }
-            }
-            if constexpr (SUMS) {
-                add_rows<COLUMNS / 8>(columns);
-                const int at = column + lane / 4 * 16 + lane % 4 * 2;  // columns of the problem are a multiple of 8
-                float* const to = sums + (size_t)(row / 32 + warp) * problem.columns + at;
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if (inside && at + 8 * i < problem.columns)
-                        *reinterpret_cast<float2*>(to + 8 * i) = {columns[2 * i], columns[2 * i + 1]};
-            }
-        }
-        if (lane == 0) bulk_wait_read();
+        return;
     }
-    if (PAIR > 1) { cluster_arrive_relaxed(); cluster_wait(); }  // the other block may still arrive at this one's barriers
+
+    // ---- consumers
+    increase_registers<CONSUMER_REGISTERS>();
+    const int w = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const auto signal_other = [w] { bar_arrive(2 - w, 256); };
+    const u32 slots = shared + OUT + (4 * w + warp) * SLOTS * SLOT;
+    int at = w * steps, slot = 0;
+    if (w == 1) signal_other();
+#pragma unroll 1
+    for (int tile = first + w * stride; tile < tiles.count; tile += 2 * stride) {
+        const int row = tiles.row(tile), column = tiles.column(tile);
+        const size_t below = (size_t)tiles.across * CHUNKS * CODE_BLOCK;  // 64 rows
+        unsigned char* const own = codes + row / 64 * below + column / 32 * CODE_BLOCK + threadIdx.x % 128 * CODES;
+        const auto codes_at = [&](int j, int c) { return own + (j ? below : 0) + c * CODE_BLOCK; };
+        uint4 loaded[PARTS * CHUNKS];  // codes
+        if constexpr (GRADIENT) {
+#pragma unroll
+            for (int p = 0; p < PARTS * CHUNKS; ++p) loaded[p] = load_streaming(codes_at(p / CHUNKS, p % CHUNKS));
+        }
+        float sum[PARTS][COLUMNS / 2];
+        if constexpr (BIAS) begin_with_bias(sum, bias, column, problem.columns);
+        bar_sync(1 + w, 256);
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
+        u32 previous = 0;
+#pragma unroll 1
+        for (int k = 0; k < steps; ++k, ++at) {
+            const int i = at % STAGES;
+            const u32 a = shared + STAGE + i * STAGE_BYTES;
+            if (HELD && tile < first + 2 * stride) mbar_wait(shared + HELD_FULL + 8 * k, 0);
+            mbar_wait(shared + STAGE_FULL + 8 * i, at / STAGES & 1);
+            multiply(sum, a, HELD ? shared + WEIGHT + k * B_BYTES : a + A_BYTES, BIAS || k > 0);
+            wgmma_wait<1>();
+            if (k > 0) release(previous);
+            previous = shared + STAGE_EMPTY + 8 * i;
+        }
+        if (tile + stride < tiles.count) signal_other();
+        at += steps;
+        wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
+        release(previous);
+        float columns[COLUMNS / 4];  // of SUMS: sums over this thread's rows
+#pragma unroll
+        for (int p = 0; p < PARTS * CHUNKS; ++p) {
+            const int j = p / CHUNKS, c = p % CHUNKS;
+            const u32 to = slots + slot * SLOT;
+            if (c % 2 == 0) {
+                if (lane == 0) bulk_wait_read<SLOTS - 1>();  // the slot is free: its last store has been read
+                __syncwarp();
+            }
+            u32 words[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float* own = sum[j] + 16 * c + 8 * i;
+                u32 out[4];
+                if constexpr (GRADIENT) {
+                    const u32 word[2] = {i ? loaded[p].z : loaded[p].x, i ? loaded[p].w : loaded[p].y};
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) {
+                        out[n] = times_slopes(pack_pair(scalar(), own[2 * n], own[2 * n + 1]), word[n / 2], n % 2);
+                        if constexpr (SUMS) {
+                            const float2 pair = unpack_pair(scalar(), out[n]);
+                            float* const to = columns + 8 * c + 4 * i + n / 2 * 2;
+                            const bool adds = j > 0 || n % 2 == 1;
+                            to[0] = adds ? to[0] + pair.x : pair.x, to[1] = adds ? to[1] + pair.y : pair.y;
+                        }
+                    }
+                } else {
+                    activate(out, words[i], own);
+                }
+                stmatrix(chunk_address<64>(to, lane & 15, 4 * (c % 2) + 2 * i + (lane >> 4)), out);
+            }
+            if constexpr (!GRADIENT) store_streaming(codes_at(j, c), {words[0][0], words[0][1], words[1][0], words[1][1]});
+            if (c % 2 == 1) {
+                fence_async_proxy();
+                __syncwarp();
+                if (lane == 0) {
+                    tma_store(out_map, to, column + 32 * (c - 1), row + 64 * j + 16 * warp, 0, 0);
+                    bulk_commit();
+                }
+                if (++slot == SLOTS) slot = 0;
+            }
+        }
+        if constexpr (SUMS) {
+            add_rows<COLUMNS / 8>(columns);
+            const int at = column + lane / 4 * 16 + lane % 4 * 2;  // columns of the problem are a multiple of 8
+            float* const to = sums + (size_t)(row / 32 + warp) * problem.columns + at;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (at + 8 * i < problem.columns) *reinterpret_cast<float2*>(to + 8 * i) = {columns[2 * i], columns[2 * i + 1]};
+        }
+    }
+    if (lane == 0) bulk_wait_read();
 }

@@ -144,7 +144,7 @@ def _launch(a, weight, out, codes, bias, sums, **constants):
     (rows, columns), depth = out.shape, a.shape[1]
     maps = [
         tensor_maps.tensor_map(x[:, None], box)
-        for x, box in ((a, TILE), (weight, DEPTH), (out, 16))
+        for x, box in ((a, TILE), (weight, DEPTH if constants["GRADIENT"] else TILE), (out, 16))
     ]
     problem = np.array([rows, columns, depth], np.int32).view("V12")
     held, grid = plan(rows, columns, depth, gpu(a.device.id).multiprocessors)
@@ -160,8 +160,7 @@ def plan(rows: int, columns: int, depth: int, multiprocessors: int) -> tuple[int
     high = min(multiprocessors // across, down)  # blocks in a column of tiles
     if depth <= HELD * DEPTH and high * across >= MIN_BUSY * min(multiprocessors, down * across):
         return HELD, high * across
-    pairs = -(-down // 2) * across  # of tiles: a cluster of two blocks has one at a time
-    return 0, 2 * min(multiprocessors // 2, pairs)
+    return 0, min(multiprocessors, down * across)
 
 
 def _across(size):
