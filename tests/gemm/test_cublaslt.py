@@ -295,11 +295,11 @@ def test_threads_do_not_mix_their_biases(fake, rng):
 def test_tuning_selects_the_fastest_and_stores_it(fake, rng, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)
-    fake.costs = 1.0, 0.99, 0.5
+    fake.costs = 1.0, 0.99, 0.5, 0.6
     a, b, out = gpu(whole(rng, M, K)), gpu(whole(rng, K, N)), gpu(np.zeros((M, N)))
     tuning.tune(lambda: cublaslt.multiply(a, b, out, accumulate=True))
     np.testing.assert_array_equal(out, a @ b)  # accumulated once, in spite of several trials
-    assert len(fake.ran) == 3 * tuning.SAMPLES + 1
+    assert len(fake.ran) == 4 * tuning.SAMPLES + 1
     cublaslt.multiply(a, b, out, accumulate=True)
     assert fake.ran[-2:] == [2, 2]
     (file,) = tmp_path.iterdir()
@@ -318,10 +318,28 @@ def test_tuning_keeps_the_first_unless_another_is_clearly_faster(fake, rng, monk
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "none"))
     (tmp_path / "file").write_text("no folder: nothing can be kept, which is no error")
     monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)
-    fake.costs = 1.0, 0.99, 0.98
+    fake.costs = 1.0, 0.99, 0.98, 0.98
     a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
     np.testing.assert_array_equal(tuning.tune(lambda: cublaslt.multiply(a, b)), a @ b)
     assert fake.ran[-1] == 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_proposals_without_workspace_are_timed_too(fake, rng, monkeypatch, tmp_path, there):
+    """The library lists them only if it is allowed none; it may know none."""
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)
+    fake.costs, ask = (1.0, 0.9, 0.9, 0.5), fake.matmul_algo_get_heuristic
+
+    def answer(*given):
+        if fake.objects[given[6]]["MAX_WORKSPACE_BYTES"] == 0 and not there:
+            raise fake_cublaslt.Error(15)
+        ask(*given)
+
+    fake.matmul_algo_get_heuristic = answer
+    a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
+    np.testing.assert_array_equal(tuning.tune(lambda: cublaslt.multiply(a, b)), a @ b)
+    assert fake.ran[-1] == (3 if there else 1)
 
 
 def test_nothing_is_timed_while_a_stream_is_captured(fake, rng, monkeypatch, tmp_path):

@@ -5,7 +5,8 @@ import pytest
 
 from gpuattn import nn
 from gpuattn.autodiff.tape import no_grad
-from gpuattn.nn.transformer import fill_caches, run_layers
+from gpuattn.autodiff.tensor import Tensor
+from gpuattn.nn.transformer import fill_caches, first_token, run_layers
 
 CU = np.array([0, 3, 4, 9], np.int32)
 PACKED = {"cu_seqlens": CU, "max_seqlen": 5}
@@ -64,6 +65,36 @@ def test_a_stack_equals_its_layers_one_by_one(rng, norm, p):
     want = final(want) if final else want
     got = run_layers(layers, final, x, **PACKED)
     np.testing.assert_allclose(got.data, want.data, atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("left_out", [{}, {"layer_drop": 0.5}, {"stochastic_depth": 0.5}], ids=str)
+def test_the_last_layer_computes_what_is_picked(rng, norm, recompute, left_out):
+    """Rows that are read, and all gradients, equal those of a stack that computes all rows."""
+    streams = nn.Streams(nn.RandomState(7))
+    layers = [encoder(rng, norm=norm, streams=streams, **left_out) for _ in range(2)]
+    final = nn.LayerNorm(16) if norm == "pre" else None
+    x = tokens(rng, 3, 5)
+    parts = [*layers, *([final] if final else [])]
+    for step in range(4):  # which branches are left out differs
+        streams.state.step = step
+        found = []
+        for early in (True, False):
+            start = Tensor(x.copy(), requires_grad=True)
+            options = {"recompute": recompute, "pick": first_token if early else None}
+            y = run_layers(layers, final, start, **options)
+            y = y if early else first_token(y)
+            assert y.shape == (3, 1, 16)
+            (y * np.arange(16, dtype="f")).sum().backward()
+            own = [p for part in parts for p in part.parameters()]
+            found.append([y.data, start.grad, *(p.grad for p in own)])
+            for p in own:
+                p.grad = None
+        for picked, whole in zip(*found, strict=True):
+            assert (picked is None) == (whole is None)
+            if whole is not None:
+                np.testing.assert_allclose(picked, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

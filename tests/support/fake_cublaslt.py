@@ -16,7 +16,7 @@ from gpuattn.cuda import scratch
 from gpuattn.gemm import cublaslt
 
 DTYPES = {0: np.dtype("float32"), 1: np.dtype("float64"), 2: np.dtype("float16"), 14: BFLOAT16}
-ALGORITHMS = 3
+ALGORITHMS = 3  # with workspace; one more has none
 WORKSPACE = 1024
 
 
@@ -139,7 +139,7 @@ class CublasLt:
         [("algo", [("data_", "<u8", (8,))]), ("workspace_size", "<u8"), ("state", "<i4")]
     )
 
-    def __init__(self, costs=(1.0,) * ALGORITHMS):
+    def __init__(self, costs=(1.0,) * (ALGORITHMS + 1)):
         self.objects, self.planned, self.status, self.costs = {}, 0, 0, costs
         self.preferences, self.ran = [], []
 
@@ -184,9 +184,13 @@ class CublasLt:
         self.preferences.append(dict(self.objects[preference]))
         if self.status:
             raise Error(self.status)
-        count = min(count, ALGORITHMS)
+        if self.objects[preference]["MAX_WORKSPACE_BYTES"] < WORKSPACE:
+            numbers, room = np.array([ALGORITHMS]), 0
+        else:
+            numbers, room = np.arange(min(count, ALGORITHMS)), WORKSPACE
+        count = len(numbers)
         places = np.zeros(count, self.matmul_heuristic_result_dtype)
-        places["algo"]["data_"][:, 0], places["workspace_size"] = np.arange(count), WORKSPACE
+        places["algo"]["data_"][:, 0], places["workspace_size"] = numbers, room
         ctypes.memmove(results, places.ctypes.data, places.nbytes)
         number = np.array([count], np.int32)  # lives as long as its address is used
         ctypes.memmove(found, number.ctypes.data, 4)
@@ -207,9 +211,10 @@ class CublasLt:
     ):  # fmt: skip
         if self.status:
             raise Error(self.status)
-        assert (handle, workspace, workspace_bytes, stream) == (7, 64, WORKSPACE, 1)
-        assert c == d and c_layout == d_layout
         which = int(_at(algorithm, 8, np.uint64)[0])
+        room = (64, WORKSPACE) if which < ALGORITHMS else (0, 0)
+        assert (handle, (workspace, workspace_bytes), stream) == (7, room, 1)
+        assert c == d and c_layout == d_layout
         self.ran.append(which)
         Event.clock += self.costs[which]
         does = self.objects[operation]
