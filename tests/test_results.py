@@ -132,6 +132,16 @@ def test_readme_times_of_updates_are_the_measured_ones():
         assert cells == pytest.approx(figures, rel=0.006)
 
 
+def test_readme_times_of_models_of_folders_are_the_measured_ones():
+    readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.split("Milliseconds of an update on one H200")[1].split("\n\n")[1]
+    for line in table.splitlines()[2:]:
+        name, *cells = line.split("|")[1:-1]
+        (row,) = DOCUMENTS[name.split("results/")[1].split(")")[0]]["rows"]
+        figures = row["us"] / 1000, row["peers"]["torch-graph"] / 1000, row["ratio_to_best_peer"]
+        assert [float(cell.strip("* x")) for cell in cells] == pytest.approx(figures, rel=0.004)
+
+
 SEEDS = {
     ("multi30k-h200.json", "multi30k-later-h200.json", "multi30k-third-h200.json"): (
         "mean_bleu", lambda seed: seed["test"]["bleu"],
