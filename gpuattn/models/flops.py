@@ -3,8 +3,8 @@
 As the field counts them: six for every weight of a linear layer and token that meets it (two
 forward, four backward: the usual 6 N T), with the output layer but without the embedding lookup,
 and 12 d for every visible pair of query and key in each attention of width d (half of T * T when
-causal). Recomputation, padding and the padded rows of a vocabulary do not count;
-a whole layer counts where the last one leaves out rows that no loss reads.
+causal). Recomputation, padding and the padded rows of a vocabulary do not count. The last layer of
+an encoder counts for all tokens, though models compute only the rows of it that a loss reads.
 Kaplan et al., "Scaling Laws for Neural Language Models" (2020).
 """
 

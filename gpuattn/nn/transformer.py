@@ -60,7 +60,7 @@ class _Layer(Module):
             self._branches(**context), norms, self.dropouts, self.skips, strict=True
         ):
             x = inner(n)
-            if pick:  # only attention reads the other rows
+            if pick:  # nothing after this attention reads the other rows
                 x, h, pick = pick(x), pick(h), None
             if norm is None or (skip and skip.training):
                 branch = dropout(out(x))
@@ -191,8 +191,9 @@ def run_layers(
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
     ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only the inputs of a
-    layer, and run it again in the backward pass. ``pick``: returns those rows of an array like
-    ``x`` that are read of the result; the last layer computes no others behind its first attention.
+    layer, and run it again in the backward pass. ``pick``: a function that returns, of an array
+    like ``x``, the rows that the caller reads of the result, or None for all. The last layer
+    computes only these rows after its first attention, and only they are returned.
     """
     recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]

@@ -68,7 +68,8 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """A pre-norm layer of an encoder, a decoder with a memory, or a language model.
 
-    ``pick``, of the last layer of an encoder: returns the rows of its result that are read.
+    ``pick``: a function that returns the rows of an array that are read of the layer's result, for
+    the last layer of an encoder; as ``pick`` of our ``run_layers``.
     """
 
     def __init__(
