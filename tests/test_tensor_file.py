@@ -2,12 +2,13 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from gpuattn.arrays import BFLOAT16
+from gpuattn.arrays import BFLOAT16, FLOATS
 from gpuattn.errors import CheckpointError
-from gpuattn.tensor_file import DTYPES, FORMAT, decode, digest, pieces, read
+from gpuattn.tensor_file import BLOCK, DTYPES, FORMAT, decode, digest, is_finite, pieces, read
 
 
 def write(path, *content):
@@ -81,3 +82,16 @@ def test_a_digest_depends_on_names_and_values():
     others = [tensors(3), {key[1:]: a for key, a in tensors(2).items()}, {"w": np.ones(1)}]
     assert len({digest(each) for each in (tensors(2), *others)}) == 4
     assert digest(tensors(2)) == digest(dict(reversed(tensors(2).items())))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_value_that_is_not_finite_is_found_in_each_block(dtype):
+    values = np.full((3, BLOCK + 1), ml_dtypes.finfo(dtype).max, dtype)
+    values[1] *= -1
+    assert is_finite(values) and is_finite(values[:0]) and is_finite(values[0, :1].reshape(()))
+    for value in (np.inf, -np.inf, np.nan):
+        for place in (0, BLOCK - 1, BLOCK, values.size - 1):
+            kept, values.flat[place] = values.flat[place], value
+            assert not is_finite(values), (value, place)
+            values.flat[place] = kept
+    assert is_finite(values)

@@ -36,9 +36,14 @@ class Stored(NamedTuple):
 
     def map(self) -> np.ndarray:
         """Return the tensor as a read-only memory map."""
-        if 0 in self.shape:
-            return np.empty(self.shape, self.dtype)
-        return np.memmap(self.path, self.dtype, "r", self.start, self.shape)
+        return self.map_values(0, math.prod(self.shape)).reshape(self.shape)
+
+    def map_values(self, first: int, count: int) -> np.ndarray:
+        """Return a read-only memory map of ``count`` values from number ``first`` on."""
+        if not count:
+            return np.empty(0, self.dtype)
+        start = self.start + first * self.dtype.itemsize
+        return np.memmap(self.path, self.dtype, "r", start, (count,))
 
 
 def is_pretrained(folder: StrPath) -> bool:

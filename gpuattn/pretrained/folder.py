@@ -35,6 +35,8 @@ from gpuattn.runtime.device import array_module, choose_device
 from gpuattn.tensor_file import has_bits_of, is_finite
 from gpuattn.typing import DType, StrPath
 
+BLOCK = 1 << 23  # values of a tensor that are read together
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -78,12 +80,9 @@ def load_pretrained(
         parts = list(found.architecture.parts(path, parameter.shape, found.model.config))
         padded = sum(math.prod(part.shape) for part in parts) < parameter.size
         parameter.data = (xp.zeros if padded else xp.empty)(parameter.shape, kind)
-        for part in parts:  # one tensor at a time is in host memory
-            values = found.tensors[part.name].map()
-            if not is_finite(values):
+        for part in parts:
+            if not _read_into(part.view(parameter.data), found.tensors[part.name], xp):
                 faults.append(f"{found.origin.names[part.name]} holds inf or NaN")
-            place = part.view(parameter.data)
-            place[...] = xp.asarray(values).reshape(place.shape)
     faults += _unequal_copies(found)
     if faults:
         raise PretrainedError(found.path, faults)
@@ -92,6 +91,21 @@ def load_pretrained(
     own = {name: np.array(found.tensors[name].map()) for name in sorted(kept)}
     found.model.origin = replace(found.origin, kept=own)
     return found.model
+
+
+def _read_into(place, stored, xp):
+    """Write a tensor into its place in a parameter; return whether all of it is finite.
+
+    At most ``BLOCK`` values are in host memory at a time, or one row of ``place``.
+    """
+    each = max(1, place.size // max(1, len(place)))
+    rows, finite = max(1, BLOCK // each), True
+    for first in range(0, len(place), rows):
+        part = place[first : first + rows]
+        values = stored.map_values(first * each, part.size)
+        finite &= is_finite(values)
+        part[...] = xp.asarray(values).reshape(part.shape)
+    return finite
 
 
 def _unequal_copies(found):

@@ -72,6 +72,14 @@ def test_own_model(tmp_path):
     assert output.count("one call / gpuattn train: ") == 2
 
 
+def test_loading(tmp_path):
+    output = smoke("loading.py", "--repeat", "2", "--json", tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["parameters"] == 155_968 and found["largest_bytes"] == 640 * 64 * 2
+    low, high = sorted(sample["seconds"] for sample in found["samples"])
+    assert 0 < low <= found["seconds"] <= high and "155,968 parameters in " in output
+
+
 def test_shakespeare(tmp_path):
     output = smoke("shakespeare.py", "--seeds", "3", "--json", tmp_path / "out.json")
     assert re.search(r"seed 3: loss \d\.\d{4} .* at update [24]; ", output)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import gpuattn
+from gpuattn.pretrained import files
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path for path in GOLDEN.iterdir() if path.is_dir())
@@ -61,3 +62,22 @@ def test_saving_gives_the_tensors_bit_for_bit(folder, tmp_path):
         assert values.tobytes() == new[name].tobytes(), name
     configs = [json.loads((p / "config.json").read_text()) for p in (folder, tmp_path / "out")]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("values", [1, 100])
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_a_tensor_read_in_blocks_is_the_same(folder, values, monkeypatch):
+    whole = gpuattn.load_pretrained(folder, device="numpy")
+    counts, read = [], files.Stored.map_values
+
+    def map_values(stored, first, count):
+        counts.append(count)
+        return read(stored, first, count)
+
+    monkeypatch.setattr("gpuattn.pretrained.folder.BLOCK", values)
+    monkeypatch.setattr(files.Stored, "map_values", map_values)
+    model = gpuattn.load_pretrained(folder, device="numpy")
+    parameters = dict(model.named_parameters())
+    for path, parameter in whole.named_parameters():
+        assert parameter.data.tobytes() == parameters[path].data.tobytes(), path
+    assert len(counts) > 2 * len(parameters)
