@@ -46,7 +46,11 @@ class Engine:
 
     ``max_rows``: the most beams of all sentences that run together. ``notify(sentence)``: called
     with the reason where steps cannot be CUDA graphs or the search cannot run on the device; by
-    default it warns. The parameters may be replaced while no request runs.
+    default it warns. The parameters may change, in place too, while no request runs.
+
+    ``fixed_weights``: parameters keep their values while the engine is used. What a step needs of
+    them in another order is then copied once, not in each call, and the beginnings of prompts whose
+    keys and values are known stay known from call to call, while there is room for them.
 
     ``batch_invariant``: the tokens and scores of a text are the same bits whatever runs with it,
     and in any order: alone, in a full batch, in a slot that others had. They then depend on the
@@ -69,9 +73,10 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, *, max_rows: int = 2048, notify: Any = warn, batch_invariant: bool = False
-    ) -> None:
-        check_flags("Engine", batch_invariant=batch_invariant)
+        self, model: Any, *, max_rows: int = 2048, notify: Any = warn,
+        batch_invariant: bool = False, fixed_weights: bool = False,
+    ) -> None:  # fmt: skip
+        check_flags("Engine", batch_invariant=batch_invariant, fixed_weights=fixed_weights)
         if not hasattr(model, "config"):
             accepted = "a translator or a language model of gpuattn.models"
             raise TypeError(problem("Engine", "model", type_of(model), accepted))
@@ -79,7 +84,7 @@ class Engine:
         self.batch_invariant = batch_invariant
         self.on_gpu = on_gpu(model.parameters()[0].data)
         self._lock = threading.RLock()  # held while launches of searches are queued
-        self._searches = Searches(model, notify, invariant=batch_invariant)
+        self._searches = Searches(model, notify, invariant=batch_invariant, fixed=fixed_weights)
         self._plans = Plans(model, max_rows, self._searches, invariant=batch_invariant)
         self._runner = Runner(self._searches, self._lock, on_gpu=self.on_gpu)
 

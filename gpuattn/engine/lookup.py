@@ -147,8 +147,8 @@ class LookupSearch:
         if banned:
             self._banned = token_mask(like, banned, model.config.vocab)
 
-    def refresh(self) -> None:
-        """Take over the weights as they are now: nothing is kept of them."""
+    def refresh(self, *, changed: bool) -> None:
+        """Begin the work of another call: nothing of the weights is kept."""
 
     def load(self, rows: Sequence[Sequence[int]], starts: Sequence[int], width: int) -> None:
         """Copy the next tokens of texts, which begin at ``starts``, and zeros up to ``width``."""

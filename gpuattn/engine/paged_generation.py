@@ -68,12 +68,13 @@ class PagedGeneration(Generation):
             self._place()
         return provided
 
-    def refresh(self) -> None:
-        """Note that the weights may have changed, so known beginnings are known no more."""
-        super().refresh()
+    def refresh(self, *, changed: bool) -> None:
+        """Begin the work of another call. Beginnings stay known unless weights may be others."""
+        super().refresh(changed=changed)
         for slot in list(self.pages.full):
             self.pages.leave(slot)
-        self.pages.pool.forget()
+        if changed:
+            self.pages.pool.forget()
 
     def _new_caches(self, like):
         self._joined: set[int] = set()  # slots whose texts are loaded next

@@ -23,13 +23,15 @@ class Searches:
 
     A key begins with slots, beams and room, whose product is counted as cached tokens.
     ``notify(sentence)``: called with the reason where steps cannot be CUDA graphs. ``invariant``:
-    ``Mode.batch_invariant`` of their launches.
+    ``Mode.batch_invariant`` of their launches. ``fixed``: whether the weights keep their values.
     """
 
     def __init__(
-        self, model: Any, notify: Callable[[str], None], *, invariant: bool = False
-    ) -> None:
-        self.model, self._invariant, self._tensors = model, invariant, Tensors(model)
+        self, model: Any, notify: Callable[[str], None], *, invariant: bool = False,
+        fixed: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self._tensors = model, Tensors(model)
+        self._invariant, self._fixed = invariant, fixed
         self.kept: dict[tuple, Any] = {}
         self.used: list[tuple[tuple, Any]] = []  # keys and searches
         self.run: Any = lambda name, shape, step: step()
@@ -70,7 +72,7 @@ class Searches:
         if search is None:
             search = new()
             search.weights = weights
-        search.refresh()
+        search.refresh(changed=not self._fixed)
         self.used.append((key, search))
         return search
 

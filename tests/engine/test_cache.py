@@ -46,8 +46,12 @@ def test_weights_are_packed_once_after_each_change():
     Packed().prepare()  # a search whose step is op by op
     search, packed = Packed(), []
     search.decoder = SimpleNamespace(pack=lambda: packed.append(1))
-    for expected in (1, 2):
-        search.refresh()
+    for changed, expected in ((True, 1), (True, 2), (False, 2), (True, 3)):
+        search.refresh(changed=changed)
         search.prepare()
         search.prepare()
         assert len(packed) == expected
+    search.refresh(changed=True)
+    search.refresh(changed=False)  # of the call before nothing was packed
+    search.prepare()
+    assert len(packed) == 4

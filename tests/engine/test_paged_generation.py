@@ -193,8 +193,31 @@ def test_what_is_computed(model, monkeypatch):
     if xp is np:  # on a GPU with what fills up shapes
         assert (first, more) == (2 * PAGE + 3 + 1, 1)
     assert search.shape[1] == 0
-    search.refresh()  # the weights may have changed
+    search.refresh(changed=False)
+    assert load([[*system, 5]], [7]) == 0
+    search.refresh(changed=True)
     assert load([[*system, 5]], [7]) == 2 * PAGE
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_beginnings_stay_known_with_fixed_weights(model, monkeypatch, fixed):
+    computed, to_compute = [], pages.SlotPages.to_compute
+
+    def counting(self):
+        prompts, copies = to_compute(self)
+        computed.append(sum(len(prompt.tokens) for prompt in prompts))
+        return prompts, copies
+
+    monkeypatch.setattr(pages.SlotPages, "to_compute", counting)
+    prompt = np.random.default_rng(7).integers(3, VOCAB, 2 * PAGE + 9).tolist()
+    given = {"seed": random.Key(9, 0, 0), "eos": EOS, **DRAWS}
+    requests = [Request(prompt, 12, (), i, given["seed"], i) for i in range(5)]
+    with Engine(model, fixed_weights=fixed) as engine:
+        for again in (False, True):
+            computed.clear()
+            found = engine.generate([prompt] * 5, limits=[12] * 5, **given)
+            assert sum(computed) == (8 if fixed and again else 2 * PAGE + 8)
+            check(model, found, requests)
 
 
 def test_the_choice_of_caches(xp, monkeypatch):

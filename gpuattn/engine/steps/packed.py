@@ -12,9 +12,9 @@ class Packed:
     decoder: Any = None
     outdated = True
 
-    def refresh(self) -> None:
-        """Note that the weights may have changed."""
-        self.outdated = True
+    def refresh(self, *, changed: bool) -> None:
+        """Begin the work of another call. ``changed``: whether the weights may have changed."""
+        self.outdated |= changed
 
     def prepare(self) -> None:
         """Pack the weights as they are now, if they may have changed.
