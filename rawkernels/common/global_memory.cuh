@@ -27,15 +27,35 @@ __device__ __forceinline__ u32 increment_acq_rel(u32* to, u32 last) {
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(last) : "memory");
     return before;
 }
-// Waits until a counter has reached `count`. After some seconds the kernel faults instead of hanging, by a store to
-// address 0: with a trap instruction ptxas would ignore setmaxnreg.
+// For loops that wait: after some seconds the kernel faults instead of hanging, by a store to address 0: with a trap
+// instruction ptxas would ignore setmaxnreg.
+__device__ __forceinline__ void fault_after_seconds(long long start) {
+    if (clock64() - start > 8000000000ll) asm volatile("st.global.b32 [%0], %1;" :: "l"(0ull), "r"(0));
+}
+// Waits until a counter has reached `count`.
 __device__ __forceinline__ void wait_for_count(const int* counter, int count) {
     const long long start = clock64();
-    while (load_acquire(counter) < count)
-        if (clock64() - start > 8000000000ll) asm volatile("st.global.b32 [%0], %1;" :: "l"(0ull), "r"(0));
+    while (load_acquire(counter) < count) fault_after_seconds(start);
 }
 // Orders accesses to global memory by this thread with those by TMA, in both directions.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- words of 8 bytes that other blocks read while they are written: each is read and written as a whole, and nothing is
+// promised of two words, nor of the order of accesses
+__device__ __forceinline__ u64 load_relaxed(const u64* from) {
+    u64 x;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(from));
+    return x;
+}
+__device__ __forceinline__ void load_relaxed(u64& a, u64& b, const u64* from) {
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from));
+}
+__device__ __forceinline__ void store_relaxed(u64* to, u64 x) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(u64* to, u64 a, u64 b) {
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" :: "l"(to), "l"(a), "l"(b) : "memory");
+}
 
 // ---- vectors of 16 bytes
 // One store instruction; for a plain assignment the compiler sometimes emits four.

@@ -70,7 +70,41 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         if (!waited) grid.wait();
         waited = true;
         uint4 q[PARTS] = {};
-        if (mine) {
+        if (MARKED && mine) {
+            const u32* const query = words_of(phase.x) + row * phase.stride;
+            const int key = (heads + kv_head) * HEAD_DIM, value = key + key_stride;
+            // one warp of a row and KV head stores what is new, in the order of values
+            const bool stores = own && part == 0 && head == kv_head * (heads / phase.kv_heads);
+            Eight fresh[2 * PARTS + 2];  // the query, the new key, the new value; the key as it is stored
+            const long long start = clock64();
+            u32 lacks;
+            do {
+                lacks = 0;
+#pragma unroll
+                for (int i = 0; i < 2 * PARTS + 2; ++i) {
+                    if (i >= PARTS && !own) break;
+                    const int at = i < PARTS ? head * HEAD_DIM + i * DEPTH + t * 4
+                                   : i < 2 * PARTS ? key + (i - PARTS) * DEPTH + t * 4
+                                                   : (i == 2 * PARTS ? value : key) + word_at(column);
+                    fresh[i].load(query + at);
+                }
+#pragma unroll
+                for (int i = 0; i < 2 * PARTS + 2; ++i)
+                    if (i < PARTS || own) lacks |= fresh[i].lacks(grid.mark - 1);
+                fault_after_seconds(start);
+            } while (__any_sync(~0u, lacks));
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                q[p] = fresh[p].numbers;
+                if (own) new_k[p] = fresh[PARTS + p].numbers;
+            }
+            if (own) new_v = fresh[2 * PARTS].numbers;
+            if (stores && lane < LANES) {
+                const long long at = offset + beam_row * row_stride + last * key_stride + column;
+                *reinterpret_cast<uint4*>(phase.keys + at) = fresh[2 * PARTS + 1].numbers;
+                *reinterpret_cast<uint4*>(phase.values + at) = new_v;
+            }
+        } else if (mine) {
             const scalar* query = phase.x + (long long)row * phase.stride;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + head * HEAD_DIM + p * DEPTH + t * 8);
@@ -150,7 +184,9 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) attended.acc[i] *= whole;
             const int to = (row << split) + share;
-            store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, attended.acc);
+            if constexpr (MARKED)
+                store_eight(words_of(phase.out) + (row * heads + head) * HEAD_DIM + word_at(column), attended.acc, grid.mark);
+            else store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, attended.acc);
             if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(attended.peak, attended.sum);
         }
     }

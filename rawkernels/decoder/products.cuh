@@ -31,15 +31,40 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     // Of up to 8 rows, columns past the last row repeat it: they take no loads of their own.
     const int column = COLUMNS == 1 ? min(first_row + g, (texts.rows << split) - 1) : first_row + g;
     const scalar* x = phase.x + column * inputs + warp * DEPTH + t * 8;
+    const u32* words = words_of(phase.x) + column * inputs + warp * DEPTH + t * 4;
     uint4 states[STATES][PIECES][COLUMNS];  // operands b of some stages
+    uint4 marks[STATES][PIECES];            // of their words, if MARKED
     // Nothing may depend on whether a piece is there, or loads of one stage wait for those of another: past the end of a row
     // is the next one, or the room behind the last one (decoder_step.py), which are not used.
-    const auto load = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
-        const scalar* from = x + stage * PIECES * WARPS * DEPTH;
+    const auto load = [&](int i, int stage) {
+        const int from = stage * PIECES * WARPS * DEPTH;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
+            if constexpr (MARKED) {
+                Eight eight;
+                eight.load(words + from + p * WARPS * DEPTH);
+                states[i][p][0] = eight.numbers, marks[i][p] = eight.marks;
+            } else {
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) b[p][c] = load_states(from + c * 8 * inputs + p * WARPS * DEPTH);
+                for (int c = 0; c < COLUMNS; ++c)
+                    states[i][p][c] = load_states(x + from + c * 8 * inputs + p * WARPS * DEPTH);
+            }
+    };
+    // Loads a stage again until all its words are there.
+    const auto await = [&](int i, int stage) {
+        const auto lacks = [&] {
+            u32 found = 0;
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p)
+                if (stage * PIECES + p < pieces) found |= Eight{states[i][p][0], marks[i][p]}.lacks(grid.mark - 1);
+            return __any_sync(~0u, found);
+        };
+        if (!lacks()) return;
+        const long long start = clock64();
+        do {
+            load(i, stage);
+            fault_after_seconds(start);
+        } while (lacks());
     };
     int shares = 1;  // of the row of which column g is a share
     if (split && g >> split < texts.rows)
@@ -79,10 +104,14 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     };
     float* partial = shared.partial();
     bool first = true;
+    if constexpr (MARKED) {  // without a condition: else the stages were in registers from phase to phase
+#pragma unroll
+        for (int i = 0; i < STATES; ++i) load(i, i);
+    }
 #pragma unroll 1
     for (; unit < units; unit += UNITS * gridDim.x) {
         // what the end needs
-        u32 before[ITEMS], gain[ITEMS], bias[ITEMS];
+        u32 before[ITEMS], gain[ITEMS], bias[ITEMS], before_mark[ITEMS];
         float2 known = {}, sums[ITEMS], offsets[ITEMS];
         int columns[ITEMS];  // of the pair in the output; -1: none
 #pragma unroll
@@ -90,9 +119,12 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const int item = thread + i * CONSUMERS, of = unit + item / PAIRS * gridDim.x;
             columns[i] = (of >> shift) * TILE + item % PAIRS / ROWS * 2;
             if (of >= units || columns[i] >= outputs || row >= texts.rows) columns[i] = -1;
-            before[i] = gain[i] = bias[i] = 0;
+            before[i] = gain[i] = bias[i] = before_mark[i] = 0;
             if (columns[i] < 0 || !phase.residual) continue;
-            before[i] = *reinterpret_cast<const u32*>(phase.residual + row * outputs + columns[i]);
+            if constexpr (MARKED) {
+                const u64 word = load_word(words_of(phase.residual) + row * outputs + word_at(columns[i]));
+                before[i] = word, before_mark[i] = mark_of(word);
+            } else before[i] = *reinterpret_cast<const u32*>(phase.residual + row * outputs + columns[i]);
             if (phase.statistics) {
                 gain[i] = *reinterpret_cast<const u32*>(phase.gain + columns[i]);
                 if (phase.shift) bias[i] = *reinterpret_cast<const u32*>(phase.shift + columns[i]);
@@ -104,19 +136,21 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const bool start = first && u == 0, squares = start && norm;
             if (start && split) {  // then there are two stages at most
                 float2 of_first[ROWS], of_second[ROWS];
-                load(states[0], 0);
-                load(states[1], 1);
+                load(0, 0);
+                load(1, 1);
                 load_shares(of_first, 0);
                 load_shares(of_second, 1);
                 scale_shares(states[0], of_first);
                 scale_shares(states[1], of_second);
-            } else if (start || stages > STATES) {
+            } else if (stages > STATES ? !(MARKED && start) : !MARKED && start) {
 #pragma unroll
                 for (int i = 0; i < STATES; ++i)
-                    if (i < stages) load(states[i], i);
+                    if (i < stages) load(i, i);
             }
             float d[CHAINS][COLUMNS][4] = {}, sums_of[CHAINS][COLUMNS][4] = {};
-            const auto accumulate = [&](const uint4 (&b)[PIECES][COLUMNS], int stage) {
+            const auto accumulate = [&](int i, int stage) {
+                if (MARKED && (start || stages > STATES)) await(i, stage);
+                const uint4 (&b)[PIECES][COLUMNS] = states[i];
                 const int there = pieces - stage * PIECES;
                 const u32 from = shared.ring + slot.stage * SLOT_BYTES;
                 uint4 a[PIECES][2];
@@ -180,8 +214,8 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
                 for (int i = 0; i < STATES; ++i) {
                     if (stage + i >= stages) break;
-                    accumulate(states[i], stage + i);
-                    if (stage + i + STATES < stages) load(states[i], stage + i + STATES);
+                    accumulate(i, stage + i);
+                    if (stage + i + STATES < stages) load(i, stage + i + STATES);
                 }
             }
             if (CHAINS == 2) {
@@ -242,6 +276,10 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             if (norm) y.x = rstd * (y.x - mean * sums[i].x), y.y = rstd * (y.y - mean * sums[i].y);
             y.x = activated(y.x + offsets[i].x, phase.activation), y.y = activated(y.y + offsets[i].y, phase.activation);
             if (phase.residual) {
+                if constexpr (MARKED)
+                    before[i] = await_word(marked(before[i], before_mark[i]),
+                                           words_of(phase.residual) + row * outputs + word_at(columns[i]),
+                                           grid.mark - phase.residual_age);
                 float2 old = unpack_pair(scalar(), before[i]);
                 if (phase.statistics) {
                     const float2 scale = unpack_pair(scalar(), gain[i]), add = unpack_pair(scalar(), bias[i]);
@@ -250,7 +288,9 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                 }
                 y.x += old.x, y.y += old.y;
             }
-            *reinterpret_cast<u32*>(phase.out + (long long)row * outputs + columns[i]) = pack_pair(scalar(), y.x, y.y);
+            const u32 pair = pack_pair(scalar(), y.x, y.y);
+            if (MARKED && !grid.last) store_word(words_of(phase.out) + row * outputs + word_at(columns[i]), pair, grid.mark);
+            else *reinterpret_cast<u32*>(phase.out + (long long)row * outputs + columns[i]) = pair;
         }
         first = false;
         if (BUFFERS > UNITS) partial = partial == shared.partial() ? shared.partial() + UNITS * PARTIAL : shared.partial();

@@ -19,11 +19,13 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 BLOCKS = 4
 
 
-def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None):
+def emulated(
+    case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None, launches_left=None
+):
     """Return a search after ``steps`` by the emulator, and the logits of each.
 
     ``texts``: (Search, n), the first n sentences are as there. ``order``: of events, a seed.
-    ``counts``: keys of each sentence, if not random.
+    ``counts``: keys of each sentence, if not random. ``launches_left``: until marks begin again.
     """
     machine, card = emulator.Machine(order, blocks), replace(GPUS["9.0"], multiprocessors=blocks)
     with launches_on(card), pytest.MonkeyPatch.context() as patch:
@@ -34,11 +36,17 @@ def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=No
         decoder, found = search.decoder(), []
         assert decoder.blocks == blocks
         decoder.pack()
+        used = 0
+        if launches_left is not None:
+            used = 2**32 - round(launches_left * len(decoder.phases))
+            decoder._barrier.view(np.uint32)[0] = used
         for step in range(steps):
             if step:
                 search.advance()
             found.append(assert_step_keeps(search, decoder))
-            assert not decoder._barrier.any(), "the barrier of the grid must end as zeros"
+            if decoder.marked:
+                used = (used + len(decoder.phases)) % 2**32
+            assert decoder._barrier.view(np.uint32).tolist() == [used, 0]
     return search, found
 
 
@@ -64,7 +72,14 @@ CASES = {  # sentences, beams, settings; dtype, steps
     "heads of 128": (
         Case(17, 1, {"d_model": 256, "kv_heads": 1, "layers": 1, "activation": "relu"}), BFLOAT16, 1
     ),
-    "one row": (Case(1, 1, {"layers": 1, "inner": 320}, room=100), np.float16, 1),
+    "one row": (Case(1, 1, {"layers": 1, "inner": 320}, room=100), np.float16, 2),
+    "one row, heads of 128, three stages": (
+        Case(1, 1, {"d_model": 256, "kv_heads": 1, "inner": 2080, "layers": 2}, room=40),
+        BFLOAT16, 3,
+    ),
+    "one row of a translation": (
+        Case(1, 1, {"norm": "pre", "layers": (1, 2)}, source_room=40), BFLOAT16, 2,
+    ),
     "learned positions, a width of two stages": (
         Case(2, 4, {
             "norm": "post", "positions": "learned", "activation": "gelu", "ffn": 1056,
@@ -81,6 +96,22 @@ CASES = {  # sentences, beams, settings; dtype, steps
 @pytest.mark.parametrize("name", sampled(CASES, 2))
 def test_step(name):
     check(*CASES[name])
+
+
+def test_marks_begin_again():
+    case = Case(1, 1, {"layers": 1})
+    assert decoder_step.MARKED_ROWS == 1
+    check(case, BFLOAT16, 4, launches_left=1.4)
+
+
+IDLE = Case(1, 1, {"d_model": 32, "heads": 1, "layers": 1})  # most of 8 blocks skip most phases
+
+
+@pytest.mark.parametrize(
+    "order", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(2, 10))]
+)
+def test_blocks_without_work(order):
+    check(IDLE, BFLOAT16, 2, order=order, blocks=8)
 
 
 ONE_HEAD = {"heads": 1, "layers": 1, "block": 600}
@@ -183,10 +214,22 @@ def test_bits_depend_neither_on_the_order_of_events_nor_on_other_rows():
 
 WAIT = "mbar_wait(shared.full(slot.stage), slot.parity);\n"
 RELEASE = "__syncwarp();\n                release(freed"
-# None that makes a wait spin for ever: the emulator takes minutes to report that.
 MISTAKES = {  # file, (what is replaced, by what) ...
     "no wait for the grid before a matmul": ("products.cuh", ("if (first) grid.wait();", "")),
     "no wait for the grid before attention": ("attention.cuh", ("if (!waited) grid.wait();", "")),
+    "no check of the marks of a matmul": ("products.cuh", ("if (!lacks()) return;", "return;")),
+    "a check of one word of two": (
+        "words.cuh", (" | (marks.y ^ mark) | (marks.z ^ mark)", "")
+    ),
+    "no check of the marks of attention": (
+        "attention.cuh", ("while (__any_sync(~0u, lacks));", "while (false);")
+    ),
+    "no check of the residual's mark": (
+        "words.cuh", ("if (mark_of(word) == mark) return word;", "return word;")
+    ),
+    "the same marks in each launch": (
+        "decoder_step.cu", ("MARKED ? (u32)barrier[0] + 1 : 0", "MARKED ? 1 : 0")
+    ),
     "no barrier between partial sums and their sum": (
         "products.cuh", ("sync_consumers();\n        float mean", "float mean")
     ),
@@ -212,10 +255,13 @@ def test_mistakes_are_found(name, monkeypatch, tmp_path):
     (root / "decoder" / file).write_text(text)
     monkeypatch.setattr(sources, "ROOT", root)
     monkeypatch.setattr(emulator, "library", emulator.library.__wrapped__)
-    case, found = Case(3, 1, {"bias": False}), False
+    case, blocks, steps = Case(3, 1, {"bias": False}), BLOCKS, 1
+    if "mark" in name or "word" in name:
+        case, blocks, steps = IDLE, 8, 2
+    found = False
     for order in range(8):
         try:
-            check(case, BFLOAT16, order=order)
+            check(case, BFLOAT16, steps, order=order, blocks=blocks)
         except AssertionError:
             found = True
             break

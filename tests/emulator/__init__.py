@@ -14,8 +14,11 @@ in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is bu
 - registers must not be used while wgmma uses them;
 - a deadlock reports which warps wait for what.
 
-It models neither caches nor time, sums in another order than tensor cores, and makes stores to
-global memory visible to all blocks at once.
+- relaxed stores to global memory happen late and in any order, each word of a vector alone;
+- a wait with a limit on its time ends after some million steps.
+
+It models neither caches nor time, sums in another order than tensor cores, and makes other stores
+to global memory visible to all blocks at once.
 """
 
 import contextlib

@@ -61,7 +61,7 @@ template <typename T> T __ldcs(const T* from) { return *from; }
 template <typename T> void __stcs(T* to, T x) { *to = x; }
 inline void griddepcontrol_wait() {}  // kernels run one after another
 inline void griddepcontrol_launch_dependents() {}
-inline long long clock64() { return 0; }
+long long clock64();
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
 inline u32 atomicInc(u32* to, u32 last) { const u32 old = *to; *to = old < last ? old + 1 : 0; return old; }
 inline u32 atomicOr(u32* to, u32 x) { const u32 old = *to; *to |= x; return old; }
@@ -227,6 +227,10 @@ inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from
     ld_global_v4_b32(x, y, z, w, from);
 }
 void ld_acquire_gpu_global_b32(int& x, const int* from);
+void ld_relaxed_gpu_global_b64(u64& x, const u64* from);
+void ld_relaxed_gpu_global_v2_b64(u64& a, u64& b, const u64* from);
+void st_relaxed_gpu_global_b64(u64* to, u64 x);
+void st_relaxed_gpu_global_v2_b64(u64* to, u64 a, u64 b);
 void red_release_gpu_global_add_s32(int* to);
 void ld_acquire_gpu_global_u32(u32& x, const u32* from);
 inline void st_release_gpu_global_b32(int* to, int x) { *to = x; }

@@ -112,6 +112,7 @@ extern Thread* me;
 [[noreturn]] void fail(const char* format, ...);
 unsigned draw(unsigned below);  // a random number
 void give_way();
+void finish_stores();  // those that have not happened yet
 TaskPtr begin(std::vector<std::function<void()>> stages, TaskPtr after = nullptr);
 Block& block_of_cluster(unsigned rank);  // in the cluster of the running block
 Cluster& cluster();

@@ -83,7 +83,8 @@ def check_launches(decoder, noted):
     scalar = ("scalar", "f16")
     assert pack[1:] == ("pack_weights", (scalar,), (linears, 1, 1), (256, 1, 1), 0)
     shares = int(any(phase["split"] for phase in decoder.phases))
-    own = {"ROWS": decoder.group, "HEAD_DIM": decoder.head_dim, "SHARES": shares}
+    marked = int(decoder.count == 1 and not shares and not decoder.phases["statistics"].any())
+    own = {"ROWS": decoder.group, "HEAD_DIM": decoder.head_dim, "SHARES": shares, "MARKED": marked}
     constants = (scalar, *own.items())
     assert run[1:] == ("decoder_step", constants, (132, 1, 1), (384, 1, 1), 232448)
     ends = np.cumsum(-(-packed["outputs"] // 16))
@@ -226,6 +227,11 @@ def bits(x):
     return x.get().tobytes()
 
 
+def counted(decoder, launches):
+    """What the barrier of the grid holds after so many launches."""
+    return [launches * len(decoder.phases) if decoder.marked else 0, 0]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("seed", range(6))
 def test_numbers(gpu, seed, dtype):
@@ -239,7 +245,8 @@ def test_numbers(gpu, seed, dtype):
             for each in three:
                 each.advance()
         found, before = decoder().copy(), search.stored()
-        assert bits(decoder()) == bits(found) and not decoder._barrier.any()
+        assert bits(decoder()) == bits(found)
+        assert decoder._barrier.tolist() == counted(decoder, 2 * step + 2)
         assert (search.stored() == before).all()
         logits = (found, by_ops.by_ops(), exact.by_ops())
         assert_as_accurate(*(host(x)[:, : search.model.config.vocab] for x in logits))
@@ -296,7 +303,32 @@ def test_a_thousand_replays(gpu, seed):
             graph.launch(stream)
         stream.synchronize()
         assert bits(decoder.logits[: decoder.count]) == called
-        assert not decoder._barrier.any()
+        assert decoder._barrier.tolist() == counted(decoder, 1001)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("width, heads, inner", [
+    (64, 2, 96), (768, 12, 3072), (1024, 8, 4096), (1152, 36, 2080), (1600, 25, 6400),
+])  # fmt: skip
+def test_marked_words_give_the_bits_of_barriers(gpu, width, heads, inner, dtype, monkeypatch):
+    """Also in a thousand replays, as blocks meet in another way in each."""
+    size = {"d_model": width, "heads": heads, "inner": inner, "layers": 3, "block": 200}
+    case, dtype = Case(1, 1, {"vocab": 1000, **size}, room=200), dtype_of(dtype)
+    found = []
+    for rows in (0, 1):
+        monkeypatch.setattr(decoder_step, "MARKED_ROWS", rows)
+        (search,) = searches(gpu, case, dtype, dtype)
+        decoder = search.decoder()
+        assert decoder.marked == bool(rows)
+        decoder.pack()
+        found.append([bits(decoder())])
+        for _ in range(3):
+            search.advance()
+            found[-1].append(bits(decoder()))
+        found[-1].append(search.stored().tobytes())
+    assert found[0] == found[1]
+    repeated = [decoder().copy() for _ in range(1000)]
+    assert {bits(x) for x in repeated} == {found[0][3]}
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])

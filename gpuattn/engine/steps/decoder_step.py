@@ -24,7 +24,7 @@ from gpuattn.nn.norm import LayerNorm
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
 THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
-PAST = 2048  # elements that the kernel may load past the last row of states: two of its stages
+PAST = 4096  # elements that the kernel may load past the last row of states: two stages of words
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 # (columns of the model, rows of a step) at most: with more rows it was faster op by op, as measured
@@ -33,6 +33,7 @@ MOST_ROWS, MOST_ROWS_WIDER = ((768, 64), (1024, 32)), 16
 MOST_KEYS = 8192  # of all rows
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
+MARKED_ROWS = 1  # up to so many, phases hand on states in marked words: faster than by barriers
 WARP_KEYS = 32  # that a warp takes at a time, in attention
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 EMBED, LINEAR, ATTEND = range(3)
@@ -49,6 +50,7 @@ PHASE = np.dtype([
     *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
     *((name, np.int32) for name in ("split", "split_keys")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
+    *((name, np.int32) for name in ("residual_age", "unused_0", "unused_1", "unused_2")),
 ])  # fmt: skip
 LAYER = np.dtype([
     *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "packed", "tails")),
@@ -140,7 +142,8 @@ class DecoderStep:
     ``state``: Beams or Texts. ``memory``: keys and values for each layer, with the ``lengths`` of
     each sentence's. A call is one launch, which a CUDA graph can hold, and returns logits (rows,
     padded vocabulary); the next call overwrites them. Call ``pack`` before the first step, and
-    after weights changed. ``phases``: the program, an array of PHASE.
+    after weights changed. ``phases``: the program, an array of PHASE. ``marked``: whether phases
+    hand on states in marked words, not by barriers of the grid.
     """
 
     def __init__(
@@ -158,6 +161,8 @@ class DecoderStep:
         self._records = Records()
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
+        self._written: dict[int, int] = {}  # id of an array: the last phase that writes it
+        self._read: dict[int, int] = {}  # and the last one that reads it
         self._units = self._rotation = 0
         self._build(model, caches, memory, lengths)
         self.phases, packed = np.stack(self._phases), np.stack(self._packed)
@@ -165,10 +170,12 @@ class DecoderStep:
         units = -(-packed["outputs"] // TILE)
         self._owners = xp.asarray(np.repeat(np.arange(len(units)), units), np.int32)
         self._barrier = xp.zeros(2, np.int32)
+        barriers = self.phases["split"].any() or self.phases["statistics"].any()
+        self.marked = self.count <= MARKED_ROWS and not barriers
         scalar = ctype(like.dtype)
         self._run = kernel(
             FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim,
-            SHARES=int(self.phases["split"].any()),
+            SHARES=int(self.phases["split"].any()), MARKED=int(self.marked),
         )  # fmt: skip
         self._pack = kernel(PACK, "pack_weights", scalar=scalar)
 
@@ -313,6 +320,14 @@ class DecoderStep:
         self._rotation = (self._rotation + (units << self.shift)) % self.blocks
 
     def _add(self, kind, **fields):
+        own, out = len(self._phases), id(fields["out"])
+        assert self._read.get(out, -2) <= own - (1 if kind == LINEAR else 2), "it may still be read"
+        for name in ("x", "residual"):
+            if fields.get(name) is not None:
+                self._read[id(fields[name])] = own
+        if fields.get("residual") is not None:
+            fields["residual_age"] = own - self._written[id(fields["residual"])]
+        self._written[out] = own
         record = self._records.make(PHASE, kind=kind, rotation=self._rotation, **fields)
         self._phases.append(record)
 
