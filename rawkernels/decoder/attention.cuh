@@ -185,9 +185,13 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             for (int i = 0; i < WIDTH; ++i) attended.acc[i] *= whole;
             const int to = (row << split) + share;
             if constexpr (MARKED)
-                store_eight(words_of(phase.out) + (row * heads + head) * HEAD_DIM + word_at(column), attended.acc, grid.mark);
+                store_eight(words_of(phase.out) + (to * heads + head) * HEAD_DIM + word_at(column), attended.acc, grid.mark);
             else store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, attended.acc);
-            if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(attended.peak, attended.sum);
+            if (split && column == 0) {
+                const int at = head * ROWS + to;
+                if constexpr (MARKED) store_pair(words_of(phase.shares) + at * 4, attended.peak, attended.sum, grid.mark);
+                else phase.shares[at] = make_float2(attended.peak, attended.sum);
+            }
         }
     }
 }

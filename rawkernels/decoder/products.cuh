@@ -50,13 +50,20 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                     states[i][p][c] = load_states(x + from + c * 8 * inputs + p * WARPS * DEPTH);
             }
     };
+    int shares = 1;      // of the row of which column g is a share
+    bool used = !split;  // column g, or another one is as it is
+    if (split && g >> split < texts.rows) {
+        shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
+        used = share < shares;
+    }
     // Loads a stage again until all its words are there.
     const auto await = [&](int i, int stage) {
         const auto lacks = [&] {
             u32 found = 0;
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                if (stage * PIECES + p < pieces) found |= Eight{states[i][p][0], marks[i][p]}.lacks(grid.mark - 1);
+                if (used && stage * PIECES + p < pieces)
+                    found |= Eight{states[i][p][0], marks[i][p]}.lacks(grid.mark - 1);
             return __any_sync(~0u, found);
         };
         if (!lacks()) return;
@@ -66,16 +73,16 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             fault_after_seconds(start);
         } while (lacks());
     };
-    int shares = 1;  // of the row of which column g is a share
-    if (split && g >> split < texts.rows)
-        shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
     // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
-    const auto load_shares = [&](float2 (&known)[ROWS], int stage) {
+    const auto load_shares = [&](float2 (&known)[ROWS], int stage, u32& lacks) {
         const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
 #pragma unroll
         for (int s = 0; s < ROWS; ++s) {
             known[s] = make_float2(NEG_INF, 0);
-            if (shares > 1 && s < shares && k < inputs) known[s] = phase.shares[k / HEAD_DIM * ROWS + g - share + s];
+            if (!(shares > 1 && s < shares && k < inputs)) continue;
+            const int at = k / HEAD_DIM * ROWS + g - share + s;
+            if constexpr (MARKED) known[s] = load_pair(words_of(phase.shares) + at * 4, grid.mark - 1, lacks);
+            else known[s] = phase.shares[at];
         }
     };
     const auto scale_shares = [&](uint4 (&b)[PIECES][COLUMNS], const float2 (&known)[ROWS]) {
@@ -136,10 +143,16 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const bool start = first && u == 0, squares = start && norm;
             if (start && split) {  // then there are two stages at most
                 float2 of_first[ROWS], of_second[ROWS];
-                load(0, 0);
-                load(1, 1);
-                load_shares(of_first, 0);
-                load_shares(of_second, 1);
+                if (!MARKED) load(0, 0), load(1, 1);
+                const long long begin = clock64();
+                u32 lacks;
+                do {
+                    lacks = 0;
+                    load_shares(of_first, 0, lacks);
+                    load_shares(of_second, 1, lacks);
+                    fault_after_seconds(begin);
+                } while (MARKED && __any_sync(~0u, lacks));
+                if (MARKED) await(0, 0), await(1, 1);
                 scale_shares(states[0], of_first);
                 scale_shares(states[1], of_second);
             } else if (stages > STATES ? !(MARKED && start) : !MARKED && start) {
@@ -149,7 +162,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             }
             float d[CHAINS][COLUMNS][4] = {}, sums_of[CHAINS][COLUMNS][4] = {};
             const auto accumulate = [&](int i, int stage) {
-                if (MARKED && (start || stages > STATES)) await(i, stage);
+                if (MARKED && !(split && start) && (start || stages > STATES)) await(i, stage);
                 const uint4 (&b)[PIECES][COLUMNS] = states[i];
                 const int there = pieces - stage * PIECES;
                 const u32 from = shared.ring + slot.stage * SLOT_BYTES;

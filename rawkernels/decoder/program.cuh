@@ -36,7 +36,7 @@ struct alignas(16) Phase {
     int split, split_keys;              // ATTEND, and the LINEAR behind it: 1 << split blocks at most attend for a row and
                                         // head, each to 1 << split_keys keys or more
     float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
-    int residual_age, unused[3];            // how many phases before this one `residual` was written
+    int residual_age, unused_1, unused_2, unused_3;  // how many phases before this one `residual` was written
 };
 static_assert(sizeof(Phase) == 192);
 

@@ -26,6 +26,18 @@ __device__ u32 await_word(u64 word, const u32* from, u32 mark) {
     return word;
 }
 
+// A pair of floats in two words.
+__device__ u32* words_of(float2* pairs) { return reinterpret_cast<u32*>(pairs); }
+__device__ void store_pair(u32* to, float a, float b, u32 mark) {
+    store_relaxed(reinterpret_cast<u64*>(to), marked(__float_as_uint(a), mark), marked(__float_as_uint(b), mark));
+}
+__device__ float2 load_pair(const u32* from, u32 mark, u32& lacks) {
+    u64 a, b;
+    load_relaxed(a, b, reinterpret_cast<const u64*>(from));
+    lacks |= (mark_of(a) ^ mark) | (mark_of(b) ^ mark);
+    return make_float2(__uint_as_float(a), __uint_as_float(b));
+}
+
 // Eight numbers of a row, from a multiple of 8, and the marks of their words.
 struct Eight {
     uint4 numbers, marks;

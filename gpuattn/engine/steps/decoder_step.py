@@ -50,7 +50,7 @@ PHASE = np.dtype([
     *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
     *((name, np.int32) for name in ("split", "split_keys")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
-    *((name, np.int32) for name in ("residual_age", "unused_0", "unused_1", "unused_2")),
+    *((name, np.int32) for name in ("residual_age", "unused_1", "unused_2", "unused_3")),
 ])  # fmt: skip
 LAYER = np.dtype([
     *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "packed", "tails")),
@@ -164,14 +164,13 @@ class DecoderStep:
         self._written: dict[int, int] = {}  # id of an array: the last phase that writes it
         self._read: dict[int, int] = {}  # and the last one that reads it
         self._units = self._rotation = 0
+        self.marked = self.count <= MARKED_ROWS and first.pre_norm
         self._build(model, caches, memory, lengths)
         self.phases, packed = np.stack(self._phases), np.stack(self._packed)
         self._program, self._weights = (xp.asarray(x.view(np.uint8)) for x in (self.phases, packed))
         units = -(-packed["outputs"] // TILE)
         self._owners = xp.asarray(np.repeat(np.arange(len(units)), units), np.int32)
         self._barrier = xp.zeros(2, np.int32)
-        barriers = self.phases["split"].any() or self.phases["statistics"].any()
-        self.marked = self.count <= MARKED_ROWS and not barriers
         scalar = ctype(like.dtype)
         self._run = kernel(
             FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim,
@@ -201,8 +200,9 @@ class DecoderStep:
         self._states = [self._new(width) for _ in range(2)]
         self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
         self._projected = self._new(first.attention.qkv.weight.shape[0])
-        self._attended = self._new(first.attention.out.weight.shape[1])
-        sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
+        twice = 1 + self.marked  # a row for each share needs the whole array, and marks as much
+        self._attended = self._new(twice * first.attention.out.weight.shape[1])
+        sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, twice * 2  # peak and sum of each share
         self._sums = arrays.zeros(self.like, sums, np.float32)
         self._inner = self._new(first.feed_forward.out.weight.shape[1])
         places = table._positions()
