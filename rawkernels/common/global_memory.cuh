@@ -40,21 +40,24 @@ __device__ __forceinline__ void wait_for_count(const int* counter, int count) {
 // Orders accesses to global memory by this thread with those by TMA, in both directions.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- words of 8 bytes that other blocks read while they are written: each is read and written as a whole, and nothing is
-// promised of two words, nor of the order of accesses
-__device__ __forceinline__ u64 load_relaxed(const u64* from) {
-    u64 x;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(from));
+// ---- words of 4 bytes that other blocks read while they are written: each is read and written as a whole, also of a vector,
+// and nothing is promised of two words, nor of the order of accesses
+__device__ __forceinline__ u32 load_relaxed(const u32* from) {
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from));
     return x;
 }
-__device__ __forceinline__ void load_relaxed(u64& a, u64& b, const u64* from) {
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from));
+__device__ __forceinline__ uint4 load_relaxed(const uint4* from) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
 }
-__device__ __forceinline__ void store_relaxed(u64* to, u64 x) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
+__device__ __forceinline__ void store_relaxed(u32* to, u32 x) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(to), "r"(x) : "memory");
 }
-__device__ __forceinline__ void store_relaxed(u64* to, u64 a, u64 b) {
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" :: "l"(to), "l"(a), "l"(b) : "memory");
+__device__ __forceinline__ void store_relaxed(u32* to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- vectors of 16 bytes

@@ -31,6 +31,13 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
         const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
         const int kv_head = quotient(head, phase.per_kv_head);
+        const int to = (row << split) + share;
+        scalar* const out = phase.out + ((long long)to * heads + head) * HEAD_DIM + column;
+        float2* const pair = phase.shares + head * ROWS + to;
+        if (POLLED && mine && part == 0 && group == 0) {  // for the next launch, also what this one does not write
+            *reinterpret_cast<uint4*>(out + grid.other) = make_uint4(0, 0, 0, 0);
+            if (split && column == 0) *moved(pair, grid.other) = make_float2(0, 0);
+        }
         Attended attended;
         int start = 0, end = 0, last = -1;  // keys of this warp; the new key
         const short* slots = phase.slots + (long long)row * phase.room;
@@ -70,38 +77,28 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         if (!waited) grid.wait();
         waited = true;
         uint4 q[PARTS] = {};
-        if (MARKED && mine) {
-            const u32* const query = words_of(phase.x) + row * phase.stride;
+        if (POLLED && mine) {
+            const scalar* const query = phase.x + grid.own + (long long)row * phase.stride;
             const int key = (heads + kv_head) * HEAD_DIM, value = key + key_stride;
-            // one warp of a row and KV head stores what is new, in the order of values
-            const bool stores = own && part == 0 && head == kv_head * (heads / phase.kv_heads);
-            Eight fresh[2 * PARTS + 2];  // the query, the new key, the new value; the key as it is stored
-            const long long start = clock64();
-            u32 lacks;
+            uint4 stored;  // the new key, in the order of values
+            const long long begin = clock64();
+            bool missing;
             do {
-                lacks = 0;
+                missing = false;
 #pragma unroll
-                for (int i = 0; i < 2 * PARTS + 2; ++i) {
-                    if (i >= PARTS && !own) break;
-                    const int at = i < PARTS ? head * HEAD_DIM + i * DEPTH + t * 4
-                                   : i < 2 * PARTS ? key + (i - PARTS) * DEPTH + t * 4
-                                                   : (i == 2 * PARTS ? value : key) + word_at(column);
-                    fresh[i].load(query + at);
+                for (int p = 0; p < PARTS; ++p) {
+                    q[p] = load_handed(query + head * HEAD_DIM + p * DEPTH + t * 8);
+                    if (own) new_k[p] = load_handed(query + key + p * DEPTH + t * 8);
                 }
+                if (own) stored = load_handed(query + key + column), new_v = load_handed(query + value + column);
 #pragma unroll
-                for (int i = 0; i < 2 * PARTS + 2; ++i)
-                    if (i < PARTS || own) lacks |= fresh[i].lacks(grid.mark - 1);
-                fault_after_seconds(start);
-            } while (__any_sync(~0u, lacks));
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                q[p] = fresh[p].numbers;
-                if (own) new_k[p] = fresh[PARTS + p].numbers;
-            }
-            if (own) new_v = fresh[2 * PARTS].numbers;
-            if (stores && lane < LANES) {
+                for (int p = 0; p < PARTS; ++p) missing |= lacks(q[p]) || (own && lacks(new_k[p]));
+                missing |= own && (lacks(stored) || lacks(new_v));
+                fault_after_seconds(begin);
+            } while (__any_sync(~0u, missing));
+            if (own && share == 0 && part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
                 const long long at = offset + beam_row * row_stride + last * key_stride + column;
-                *reinterpret_cast<uint4*>(phase.keys + at) = fresh[2 * PARTS + 1].numbers;
+                *reinterpret_cast<uint4*>(phase.keys + at) = stored;
                 *reinterpret_cast<uint4*>(phase.values + at) = new_v;
             }
         } else if (mine) {
@@ -183,14 +180,12 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             const float whole = reciprocal(attended.sum);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) attended.acc[i] *= whole;
-            const int to = (row << split) + share;
-            if constexpr (MARKED)
-                store_eight(words_of(phase.out) + (to * heads + head) * HEAD_DIM + word_at(column), attended.acc, grid.mark);
-            else store_pack(phase.out + ((long long)to * heads + head) * HEAD_DIM + column, attended.acc);
-            if (split && column == 0) {
-                const int at = head * ROWS + to;
-                if constexpr (MARKED) store_pair(words_of(phase.shares) + at * 4, attended.peak, attended.sum, grid.mark);
-                else phase.shares[at] = make_float2(attended.peak, attended.sum);
+            if constexpr (POLLED) {
+                hand_on(out + grid.own, attended.acc);
+                if (split && column == 0) hand_on(moved(pair, grid.own), attended.peak, attended.sum);
+            } else {
+                store_pack(out, attended.acc);
+                if (split && column == 0) *pair = make_float2(attended.peak, attended.sum);
             }
         }
     }

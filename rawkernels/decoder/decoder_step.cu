@@ -5,23 +5,10 @@
 // it runs ahead of the others through all phases, as far as its ring of shared memory allows, so that a barrier does not
 // stop the stream of weights. Others copy the phases themselves and prefetch keys and values.
 //
-// With MARKED there is no barrier of the grid: phases hand on states in marked words (words.cuh). Why no number is wrong:
-// - A word's numbers and mark are one 64-bit access, which PTX makes whole, so what has the expected mark has the numbers of
-//   the same store. Nothing else that a block writes is read by another in this launch: new keys and values are taken from
-//   words, caches and logits are for later launches. So no order between two accesses matters.
-// - A mark is that of one phase of one launch: the phases of all launches before, the number of the phase, and 1. Words are
-//   zeros before they are written, which is no mark until the marks begin again, after all words were written.
-// Why all blocks come to the end: the launch is cooperative, a block waits for earlier phases only, and no array is written
-// again before its words were read. A unit writes when it has taken all that it reads: a product all of the phase before,
-// attention the query, key and value of a row and head, all heads together all of the phase before. So when a word of phase w
-// is written, all of phase w - 2 is, and of w - 1 if w is a product, and those who wrote it have read; `_add` in
-// decoder_step.py asserts that no array is written sooner. Were this wrong, a reader would wait for a mark that is gone,
-// and fault after seconds.
-//
-// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0; MARKED = 0
-// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128; SHARES = 0; MARKED = 0
-// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 1 (blocks share the keys of a row); MARKED = 0
-// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 0, 1; MARKED = 1 (one row, no barrier of the grid)
+// Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0; POLLED = 0
+// Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128; SHARES = 0; POLLED = 0
+// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 1 (blocks share the keys of a row); POLLED = 0
+// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 0, 1; POLLED = 1 (few rows: no barrier of the grid)
 // Launch:    grid = (multiprocessors, a multiple of 1 << shift,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
 //            cooperative: decoder_step
 // Arch: sm_90a
@@ -41,8 +28,11 @@ __device__ void embed(const Phase& phase, const Grid& grid, const Texts& texts) 
             if (phase.weights) unpack(place, load_pack<WIDTH>(phase.weights + position * width + column));
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) x[i] = x[i] * phase.scale + place[i];
-            if constexpr (MARKED) store_eight(words_of(phase.out) + row * width + word_at(column), x, grid.mark);
-            else store_pack(phase.out + (long long)row * width + column, x);
+            scalar* out = phase.out + (long long)row * width + column;
+            if constexpr (POLLED) {
+                hand_on(out + grid.own, x);
+                *reinterpret_cast<uint4*>(out + grid.other) = make_uint4(0, 0, 0, 0);
+            } else store_pack(out, x);
         }
     }
 }
@@ -51,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
     const Phase* program,
     const int* tokens,     // (rows,): the last token of each row
     const int* positions,  // (rows,): its position
-    int* barrier,          // two zeros, which the launch leaves zero; with MARKED the first one counts phases of launches
+    int* barrier,          // two zeros, which the launch leaves zero; with POLLED the first one is the number of the set
+    int set,               // POLLED: elements of a set of arrays, see Grid
     int phases,
     int rows,
     int beam,              // rows of a sentence
@@ -80,11 +71,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
     }
     increase_registers<REGISTERS>();
     PipelineState<SLOTS> slot;
-    const u32 first_mark = MARKED ? (u32)barrier[0] + 1 : 0;
+    const int own = POLLED ? *barrier * set : 0;
 #pragma unroll 1
     for (int i = 0; i < phases; ++i) {
         const PipelineState<PHASES> at(i);
-        const Grid grid = {barrier, i * (int)gridDim.x, first_mark + i, i + 1 == phases};
+        const Grid grid = {barrier, i * (int)gridDim.x, own, set - own, i + 1 == phases};
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
         // opaque: otherwise the addresses of all kinds of phases are in registers from phase to phase
@@ -97,5 +88,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
         if (threadIdx.x == 0) mbar_arrive(shared.phase_empty(at.stage));  // after a barrier of all that read it
     }
     if (threadIdx.x == 0 && increment_acq_rel(reinterpret_cast<u32*>(barrier + 1), gridDim.x - 1) == gridDim.x - 1)
-        barrier[0] = MARKED ? (u32)barrier[0] + phases : 0;
+        barrier[0] = POLLED ? 1 - barrier[0] : 0;
 }

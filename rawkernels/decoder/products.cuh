@@ -30,59 +30,49 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     const int pieces = (inputs / DEPTH + WARPS - 1 - warp) / WARPS;  // of this warp in a unit
     // Of up to 8 rows, columns past the last row repeat it: they take no loads of their own.
     const int column = COLUMNS == 1 ? min(first_row + g, (texts.rows << split) - 1) : first_row + g;
-    const scalar* x = phase.x + column * inputs + warp * DEPTH + t * 8;
-    const u32* words = words_of(phase.x) + column * inputs + warp * DEPTH + t * 4;
+    const scalar* x = phase.x + grid.own + column * inputs + warp * DEPTH + t * 8;
     uint4 states[STATES][PIECES][COLUMNS];  // operands b of some stages
-    uint4 marks[STATES][PIECES];            // of their words, if MARKED
     // Nothing may depend on whether a piece is there, or loads of one stage wait for those of another: past the end of a row
     // is the next one, or the room behind the last one (decoder_step.py), which are not used.
-    const auto load = [&](int i, int stage) {
-        const int from = stage * PIECES * WARPS * DEPTH;
+    const auto load = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
+        const scalar* from = x + stage * PIECES * WARPS * DEPTH;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if constexpr (MARKED) {
-                Eight eight;
-                eight.load(words + from + p * WARPS * DEPTH);
-                states[i][p][0] = eight.numbers, marks[i][p] = eight.marks;
-            } else {
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c)
-                    states[i][p][c] = load_states(x + from + c * 8 * inputs + p * WARPS * DEPTH);
-            }
+            for (int c = 0; c < COLUMNS; ++c) b[p][c] = load_handed(from + c * 8 * inputs + p * WARPS * DEPTH);
     };
     int shares = 1;      // of the row of which column g is a share
-    bool used = !split;  // column g, or another one is as it is
+    bool used = !split;  // the column
     if (split && g >> split < texts.rows) {
         shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
         used = share < shares;
     }
-    // Loads a stage again until all its words are there.
-    const auto await = [&](int i, int stage) {
-        const auto lacks = [&] {
-            u32 found = 0;
+    // POLLED: loads a stage again until all of it is there.
+    const auto await = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
+        const auto missing = [&] {
+            bool some = false;
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                if (used && stage * PIECES + p < pieces)
-                    found |= Eight{states[i][p][0], marks[i][p]}.lacks(grid.mark - 1);
-            return __any_sync(~0u, found);
+                if (stage * PIECES + p < pieces) some |= lacks(b[p][0]);
+            return __any_sync(~0u, used && some);
         };
-        if (!lacks()) return;
-        const long long start = clock64();
+        if (!missing()) return;
+        const long long begin = clock64();
         do {
-            load(i, stage);
-            fault_after_seconds(start);
-        } while (lacks());
+            load(b, stage);
+            fault_after_seconds(begin);
+        } while (missing());
     };
     // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
-    const auto load_shares = [&](float2 (&known)[ROWS], int stage, u32& lacks) {
+    const auto load_shares = [&](float2 (&known)[ROWS], int stage, bool& missing) {
         const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
 #pragma unroll
         for (int s = 0; s < ROWS; ++s) {
             known[s] = make_float2(NEG_INF, 0);
             if (!(shares > 1 && s < shares && k < inputs)) continue;
-            const int at = k / HEAD_DIM * ROWS + g - share + s;
-            if constexpr (MARKED) known[s] = load_pair(words_of(phase.shares) + at * 4, grid.mark - 1, lacks);
-            else known[s] = phase.shares[at];
+            float2* pair = phase.shares + k / HEAD_DIM * ROWS + g - share + s;
+            if constexpr (POLLED) known[s] = load_handed(moved(pair, grid.own), missing);
+            else known[s] = *pair;
         }
     };
     const auto scale_shares = [&](uint4 (&b)[PIECES][COLUMNS], const float2 (&known)[ROWS]) {
@@ -111,14 +101,10 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
     };
     float* partial = shared.partial();
     bool first = true;
-    if constexpr (MARKED) {  // without a condition: else the stages were in registers from phase to phase
-#pragma unroll
-        for (int i = 0; i < STATES; ++i) load(i, i);
-    }
 #pragma unroll 1
     for (; unit < units; unit += UNITS * gridDim.x) {
         // what the end needs
-        u32 before[ITEMS], gain[ITEMS], bias[ITEMS], before_mark[ITEMS];
+        u32 before[ITEMS], gain[ITEMS], bias[ITEMS];
         float2 known = {}, sums[ITEMS], offsets[ITEMS];
         int columns[ITEMS];  // of the pair in the output; -1: none
 #pragma unroll
@@ -126,12 +112,13 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const int item = thread + i * CONSUMERS, of = unit + item / PAIRS * gridDim.x;
             columns[i] = (of >> shift) * TILE + item % PAIRS / ROWS * 2;
             if (of >= units || columns[i] >= outputs || row >= texts.rows) columns[i] = -1;
-            before[i] = gain[i] = bias[i] = before_mark[i] = 0;
-            if (columns[i] < 0 || !phase.residual) continue;
-            if constexpr (MARKED) {
-                const u64 word = load_word(words_of(phase.residual) + row * outputs + word_at(columns[i]));
-                before[i] = word, before_mark[i] = mark_of(word);
-            } else before[i] = *reinterpret_cast<const u32*>(phase.residual + row * outputs + columns[i]);
+            before[i] = gain[i] = bias[i] = 0;
+            if (columns[i] < 0) continue;
+            const int at = row * outputs + columns[i];
+            if (POLLED && !grid.last) *reinterpret_cast<u32*>(phase.out + grid.other + at) = 0;  // for the next launch
+            if (!phase.residual) continue;
+            const u32* old = reinterpret_cast<const u32*>(phase.residual + grid.own + at);
+            before[i] = POLLED ? load_relaxed(old) : *old;
             if (phase.statistics) {
                 gain[i] = *reinterpret_cast<const u32*>(phase.gain + columns[i]);
                 if (phase.shift) bias[i] = *reinterpret_cast<const u32*>(phase.shift + columns[i]);
@@ -143,27 +130,27 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const bool start = first && u == 0, squares = start && norm;
             if (start && split) {  // then there are two stages at most
                 float2 of_first[ROWS], of_second[ROWS];
-                if (!MARKED) load(0, 0), load(1, 1);
+                load(states[0], 0);
+                load(states[1], 1);
                 const long long begin = clock64();
-                u32 lacks;
+                bool missing;
                 do {
-                    lacks = 0;
-                    load_shares(of_first, 0, lacks);
-                    load_shares(of_second, 1, lacks);
+                    missing = false;
+                    load_shares(of_first, 0, missing);
+                    load_shares(of_second, 1, missing);
                     fault_after_seconds(begin);
-                } while (MARKED && __any_sync(~0u, lacks));
-                if (MARKED) await(0, 0), await(1, 1);
+                } while (POLLED && __any_sync(~0u, missing));
+                if (POLLED) await(states[0], 0), await(states[1], 1);
                 scale_shares(states[0], of_first);
                 scale_shares(states[1], of_second);
-            } else if (stages > STATES ? !(MARKED && start) : !MARKED && start) {
+            } else if (start || stages > STATES) {
 #pragma unroll
                 for (int i = 0; i < STATES; ++i)
-                    if (i < stages) load(i, i);
+                    if (i < stages) load(states[i], i);
             }
             float d[CHAINS][COLUMNS][4] = {}, sums_of[CHAINS][COLUMNS][4] = {};
-            const auto accumulate = [&](int i, int stage) {
-                if (MARKED && !(split && start) && (start || stages > STATES)) await(i, stage);
-                const uint4 (&b)[PIECES][COLUMNS] = states[i];
+            const auto accumulate = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
+                if (POLLED && !(split && start) && (start || stages > STATES)) await(b, stage);
                 const int there = pieces - stage * PIECES;
                 const u32 from = shared.ring + slot.stage * SLOT_BYTES;
                 uint4 a[PIECES][2];
@@ -227,8 +214,8 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
                 for (int i = 0; i < STATES; ++i) {
                     if (stage + i >= stages) break;
-                    accumulate(i, stage + i);
-                    if (stage + i + STATES < stages) load(i, stage + i + STATES);
+                    accumulate(states[i], stage + i);
+                    if (stage + i + STATES < stages) load(states[i], stage + i + STATES);
                 }
             }
             if (CHAINS == 2) {
@@ -289,10 +276,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             if (norm) y.x = rstd * (y.x - mean * sums[i].x), y.y = rstd * (y.y - mean * sums[i].y);
             y.x = activated(y.x + offsets[i].x, phase.activation), y.y = activated(y.y + offsets[i].y, phase.activation);
             if (phase.residual) {
-                if constexpr (MARKED)
-                    before[i] = await_word(marked(before[i], before_mark[i]),
-                                           words_of(phase.residual) + row * outputs + word_at(columns[i]),
-                                           grid.mark - phase.residual_age);
+                if (POLLED) before[i] = await_word(before[i], phase.residual + grid.own + row * outputs + columns[i]);
                 float2 old = unpack_pair(scalar(), before[i]);
                 if (phase.statistics) {
                     const float2 scale = unpack_pair(scalar(), gain[i]), add = unpack_pair(scalar(), bias[i]);
@@ -301,9 +285,10 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
                 }
                 y.x += old.x, y.y += old.y;
             }
+            scalar* out = phase.out + (long long)row * outputs + columns[i];
             const u32 pair = pack_pair(scalar(), y.x, y.y);
-            if (MARKED && !grid.last) store_word(words_of(phase.out) + row * outputs + word_at(columns[i]), pair, grid.mark);
-            else *reinterpret_cast<u32*>(phase.out + (long long)row * outputs + columns[i]) = pair;
+            if (POLLED && !grid.last) hand_on(out + grid.own, pair);
+            else *reinterpret_cast<u32*>(out) = pair;
         }
         first = false;
         if (BUFFERS > UNITS) partial = partial == shared.partial() ? shared.partial() + UNITS * PARTIAL : shared.partial();

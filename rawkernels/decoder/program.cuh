@@ -4,14 +4,13 @@
 #include "common/math.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
-#include "decoder/words.cuh"
+#include "decoder/polled.cuh"
 
 enum Kind { EMBED, LINEAR, ATTEND };
 enum Norm { NO_NORM, LAYER_NORM, RMS_NORM };
 
 // One step of the program, the same for all blocks. Arrays of states are (groups * ROWS, width); the rows past the texts
-// hold zeros or anything: no row depends on another. With MARKED they are (rows, width) in marked words, from the same
-// addresses on.
+// hold zeros or anything: no row depends on another.
 struct alignas(16) Phase {
     int kind, norm, activation;
     int rotation;             // the block that takes the first unit of work
@@ -36,9 +35,8 @@ struct alignas(16) Phase {
     int split, split_keys;              // ATTEND, and the LINEAR behind it: 1 << split blocks at most attend for a row and
                                         // head, each to 1 << split_keys keys or more
     float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
-    int residual_age, unused_1, unused_2, unused_3;  // how many phases before this one `residual` was written
 };
-static_assert(sizeof(Phase) == 192);
+static_assert(sizeof(Phase) == 176);
 
 constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
 constexpr int COPY_REGISTERS = 40, REGISTERS = 232;             // with 384 threads a launch gives 168 to each
@@ -53,7 +51,7 @@ constexpr int UNITS = ROWS == 8 ? 4 : 2;                        // whose sums a 
 // How many stages of weights are loaded at a time: 32 KB, which are one stage, with 32 rows two. More would delay the barrier
 // of the grid, see copy_weights; of 1, 2, 3 and 6 stages of 32 KB one was the fastest.
 constexpr int LOADING = 32768 / STAGE_BYTES;
-constexpr int STATES = ROWS == 8 && !MARKED ? 3 : 2;            // stages of states in registers
+constexpr int STATES = ROWS == 8 ? 3 : 2;                       // stages of states in registers
 constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
 constexpr int PARTIAL = WARPS * TILE * PITCH;                   // partial sums of a unit, in floats
 constexpr int PHASES = 4;                                       // in shared memory
@@ -86,20 +84,25 @@ struct Texts {
 __device__ u32 bits(float2 x) { return __float_as_uint(x.x) | __float_as_uint(x.y); }
 
 __device__ uint4 load_states(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
+// What a phase before this one writes: with POLLED it may be zeros yet.
+__device__ uint4 load_handed(const scalar* from) {
+    if constexpr (POLLED) return load_relaxed(reinterpret_cast<const uint4*>(from));
+    return load_states(from);
+}
 __device__ void sync_consumers() { bar_sync(1, CONSUMERS); }
 
-// The barrier of the grid: a phase first loads what earlier phases did not write, then waits. With MARKED the words that a
-// phase reads are waited for instead.
+// The barrier of the grid: a phase first loads what earlier phases did not write, then waits. With POLLED there is none, and
+// what phases hand on is in two sets of arrays, of which launches write one and clear the other one in turn.
 struct Grid {
     int *arrived, count;  // count: of the arrivals before this phase
-    u32 mark;             // of this phase
-    bool last;            // its results are plain
+    int own, other;       // from the arrays of the program to those of the set, and of the other one, in elements
+    bool last;            // nobody in this launch waits for the results of the phase
     __device__ void arrive() const {
         sync_consumers();
-        if (!MARKED && threadIdx.x == 0) increment_release(arrived);
+        if (!POLLED && threadIdx.x == 0) increment_release(arrived);
     }
     __device__ void wait() const {
-        if (MARKED) return;
+        if (POLLED) return;
         if (threadIdx.x == 0) wait_for_count(arrived, count);
         sync_consumers();
     }

@@ -19,13 +19,11 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 BLOCKS = 4
 
 
-def emulated(
-    case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None, launches_left=None
-):
+def emulated(case, dtype, steps=1, texts=None, order=1, blocks=BLOCKS, counts=None):
     """Return a search after ``steps`` by the emulator, and the logits of each.
 
     ``texts``: (Search, n), the first n sentences are as there. ``order``: of events, a seed.
-    ``counts``: keys of each sentence, if not random. ``launches_left``: until marks begin again.
+    ``counts``: keys of each sentence, if not random.
     """
     machine, card = emulator.Machine(order, blocks), replace(GPUS["9.0"], multiprocessors=blocks)
     with launches_on(card), pytest.MonkeyPatch.context() as patch:
@@ -36,17 +34,12 @@ def emulated(
         decoder, found = search.decoder(), []
         assert decoder.blocks == blocks
         decoder.pack()
-        used = 0
-        if launches_left is not None:
-            used = 2**32 - round(launches_left * len(decoder.phases))
-            decoder._barrier.view(np.uint32)[0] = used
         for step in range(steps):
             if step:
                 search.advance()
             found.append(assert_step_keeps(search, decoder))
-            if decoder.marked:
-                used = (used + len(decoder.phases)) % 2**32
-            assert decoder._barrier.view(np.uint32).tolist() == [used, 0]
+            ends = [(step + 1) % 2 if decoder.polled else 0, 0]
+            assert decoder._barrier.tolist() == ends, "zeros, or the number of a set"
     return search, found
 
 
@@ -96,12 +89,6 @@ CASES = {  # sentences, beams, settings; dtype, steps
 @pytest.mark.parametrize("name", sampled(CASES, 2))
 def test_step(name):
     check(*CASES[name])
-
-
-def test_marks_begin_again():
-    case = Case(1, 1, {"layers": 1})
-    assert decoder_step.MARKED_ROWS == 1
-    check(case, BFLOAT16, 4, launches_left=1.4)
 
 
 IDLE = Case(1, 1, {"d_model": 32, "heads": 1, "layers": 1})  # most of 8 blocks skip most phases
@@ -217,18 +204,26 @@ RELEASE = "__syncwarp();\n                release(freed"
 MISTAKES = {  # file, (what is replaced, by what) ...
     "no wait for the grid before a matmul": ("products.cuh", ("if (first) grid.wait();", "")),
     "no wait for the grid before attention": ("attention.cuh", ("if (!waited) grid.wait();", "")),
-    "no check of the marks of a matmul": ("products.cuh", ("if (!lacks()) return;", "return;")),
-    "a check of one word of two": (
-        "words.cuh", (" | (marks.y ^ mark) | (marks.z ^ mark)", "")
+    "polled: a matmul waits for nothing": (
+        "products.cuh", ("if (!missing()) return;", "return;")
     ),
-    "no check of the marks of attention": (
-        "attention.cuh", ("while (__any_sync(~0u, lacks));", "while (false);")
+    "polled: a matmul waits for one word of two": (
+        "polled.cuh", ("return !x.x || !x.y || !x.z || !x.w;", "return !x.x || !x.z;")
     ),
-    "no check of the residual's mark": (
-        "words.cuh", ("if (mark_of(word) == mark) return word;", "return word;")
+    "polled: attention waits for nothing": (
+        "attention.cuh", ("while (__any_sync(~0u, missing));", "while (false);")
     ),
-    "the same marks in each launch": (
-        "decoder_step.cu", ("MARKED ? (u32)barrier[0] + 1 : 0", "MARKED ? 1 : 0")
+    "polled: a residual is not waited for": (
+        "polled.cuh", ("if (word) return word;", "return word;")
+    ),
+    "polled: the other set is not cleared": (
+        "products.cuh", ("if (POLLED && !grid.last) *reinterpret", "if (false) *reinterpret")
+    ),
+    "polled: attention does not clear the other set": (
+        "attention.cuh", ("if (POLLED && mine && part == 0", "if (false && mine && part == 0")
+    ),
+    "polled: both launches have the same set": (
+        "decoder_step.cu", ("POLLED ? 1 - barrier[0] : 0", "0")
     ),
     "no barrier between partial sums and their sum": (
         "products.cuh", ("sync_consumers();\n        float mean", "float mean")
@@ -256,8 +251,8 @@ def test_mistakes_are_found(name, monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "ROOT", root)
     monkeypatch.setattr(emulator, "library", emulator.library.__wrapped__)
     case, blocks, steps = Case(3, 1, {"bias": False}), BLOCKS, 1
-    if "mark" in name or "word" in name:
-        case, blocks, steps = IDLE, 8, 2
+    if name.startswith("polled"):
+        case, blocks, steps = IDLE, 8, 3
     found = False
     for order in range(8):
         try:

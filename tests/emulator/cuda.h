@@ -227,10 +227,10 @@ inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from
     ld_global_v4_b32(x, y, z, w, from);
 }
 void ld_acquire_gpu_global_b32(int& x, const int* from);
-void ld_relaxed_gpu_global_b64(u64& x, const u64* from);
-void ld_relaxed_gpu_global_v2_b64(u64& a, u64& b, const u64* from);
-void st_relaxed_gpu_global_b64(u64* to, u64 x);
-void st_relaxed_gpu_global_v2_b64(u64* to, u64 a, u64 b);
+void ld_relaxed_gpu_global_b32(u32& x, const u32* from);
+void ld_relaxed_gpu_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from);
+void st_relaxed_gpu_global_b32(u32* to, u32 x);
+void st_relaxed_gpu_global_v4_b32(u32* to, u32 x, u32 y, u32 z, u32 w);
 void red_release_gpu_global_add_s32(int* to);
 void ld_acquire_gpu_global_u32(u32& x, const u32* from);
 inline void st_release_gpu_global_b32(int* to, int x) { *to = x; }

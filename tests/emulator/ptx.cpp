@@ -115,8 +115,8 @@ void ld_acquire_gpu_global_b32(int& x, const int* from) { give_way(); x = *from;
 void ld_acquire_gpu_global_u32(u32& x, const u32* from) { give_way(); x = *from; }
 void red_release_gpu_global_add_s32(int* to) { ++*to; }
 // Relaxed stores wait here, each word alone, until they happen, in any order.
-static std::map<u64*, u64> late;
-static void happen(std::map<u64*, u64>::iterator at) {
+static std::map<u32*, u32> late;
+static void happen(std::map<u32*, u32>::iterator at) {
     *at->first = at->second;
     late.erase(at);
 }
@@ -126,28 +126,31 @@ static void some_happen() {
     for (unsigned n = draw(3) ? 0 : draw(64); n && !late.empty(); --n)
         happen(draw(2) ? std::next(late.begin(), draw(std::min<size_t>(late.size(), 8))) : std::prev(late.end()));
 }
-void st_relaxed_gpu_global_b64(u64* to, u64 x) {
-    if ((u64)to % 8) fail("a word at %p", to);
+void st_relaxed_gpu_global_b32(u32* to, u32 x) {
+    if ((u64)to % 4) fail("a word at %p", to);
     some_happen();
     const auto before = late.find(to);
     if (before != late.end()) happen(before);
     late[to] = x;
 }
-void st_relaxed_gpu_global_v2_b64(u64* to, u64 a, u64 b) {
-    if ((u64)to % 16) fail("two words at %p", to);
-    st_relaxed_gpu_global_b64(to, a);
-    st_relaxed_gpu_global_b64(to + 1, b);
+void st_relaxed_gpu_global_v4_b32(u32* to, u32 x, u32 y, u32 z, u32 w) {
+    if ((u64)to % 16) fail("four words at %p", to);
+    const u32 words[4] = {x, y, z, w};
+    for (int i = 0; i < 4; ++i) st_relaxed_gpu_global_b32(to + i, words[i]);
 }
-void ld_relaxed_gpu_global_b64(u64& x, const u64* from) {
-    if ((u64)from % 8) fail("a word at %p", from);
+void ld_relaxed_gpu_global_b32(u32& x, const u32* from) {
+    if ((u64)from % 4) fail("a word at %p", from);
     some_happen();
     x = *from;
 }
-void ld_relaxed_gpu_global_v2_b64(u64& a, u64& b, const u64* from) {  // in any order
-    if ((u64)from % 16) fail("two words at %p", from);
-    const bool last = draw(2);
-    ld_relaxed_gpu_global_b64(last ? b : a, from + last);
-    ld_relaxed_gpu_global_b64(last ? a : b, from + !last);
+void ld_relaxed_gpu_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {  // in any order
+    if ((u64)from % 16) fail("four words at %p", from);
+    u32* const words[4] = {&x, &y, &z, &w};
+    const unsigned first = draw(4);
+    for (unsigned i = 0; i < 4; ++i) {
+        const unsigned at = (first + i) % 4;
+        ld_relaxed_gpu_global_b32(*words[at], static_cast<const u32*>(from) + at);
+    }
 }
 
 // ---- barriers

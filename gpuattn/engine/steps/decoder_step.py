@@ -24,7 +24,7 @@ from gpuattn.nn.norm import LayerNorm
 FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
 THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
 SHARED_BYTES = 232448  # of a block: all that Hopper has
-PAST = 4096  # elements that the kernel may load past the last row of states: two stages of words
+PAST = 2048  # elements that the kernel may load past the last row of states: two of its stages
 TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
 GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
 # (columns of the model, rows of a step) at most: with more rows it was faster op by op, as measured
@@ -33,7 +33,7 @@ MOST_ROWS, MOST_ROWS_WIDER = ((768, 64), (1024, 32)), 16
 MOST_KEYS = 8192  # of all rows
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
-MARKED_ROWS = 1  # up to so many, phases hand on states in marked words: faster than by barriers
+POLLED_ROWS = 1  # up to so many, blocks wait for numbers, not for a barrier of the grid: faster
 WARP_KEYS = 32  # that a warp takes at a time, in attention
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 EMBED, LINEAR, ATTEND = range(3)
@@ -50,7 +50,6 @@ PHASE = np.dtype([
     *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
     *((name, np.int32) for name in ("split", "split_keys")),
     *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
-    *((name, np.int32) for name in ("residual_age", "unused_1", "unused_2", "unused_3")),
 ])  # fmt: skip
 LAYER = np.dtype([
     *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "packed", "tails")),
@@ -142,8 +141,8 @@ class DecoderStep:
     ``state``: Beams or Texts. ``memory``: keys and values for each layer, with the ``lengths`` of
     each sentence's. A call is one launch, which a CUDA graph can hold, and returns logits (rows,
     padded vocabulary); the next call overwrites them. Call ``pack`` before the first step, and
-    after weights changed. ``phases``: the program, an array of PHASE. ``marked``: whether phases
-    hand on states in marked words, not by barriers of the grid.
+    after weights changed. ``phases``: the program, an array of PHASE. ``polled``: whether phases
+    hand on numbers in arrays of their own, which hold zeros until then, without barriers.
     """
 
     def __init__(
@@ -161,10 +160,10 @@ class DecoderStep:
         self._records = Records()
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
-        self._written: dict[int, int] = {}  # id of an array: the last phase that writes it
-        self._read: dict[int, int] = {}  # and the last one that reads it
         self._units = self._rotation = 0
-        self.marked = self.count <= MARKED_ROWS and first.pre_norm
+        self.polled = self.count <= POLLED_ROWS and first.pre_norm
+        self._arrays: dict[str, Any] = {}
+        self._sets = self._new_sets(model, memory) if self.polled else None
         self._build(model, caches, memory, lengths)
         self.phases, packed = np.stack(self._phases), np.stack(self._packed)
         self._program, self._weights = (xp.asarray(x.view(np.uint8)) for x in (self.phases, packed))
@@ -174,7 +173,7 @@ class DecoderStep:
         scalar = ctype(like.dtype)
         self._run = kernel(
             FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim,
-            SHARES=int(self.phases["split"].any()), MARKED=int(self.marked),
+            SHARES=int(self.phases["split"].any()), POLLED=int(self.polled),
         )  # fmt: skip
         self._pack = kernel(PACK, "pack_weights", scalar=scalar)
 
@@ -186,7 +185,8 @@ class DecoderStep:
         state = self.state
         self._run(
             (self.blocks,), (THREADS,), self._program, state.tokens, state.positions,
-            self._barrier, len(self.phases), self.count, state.beam, self.shift,
+            self._barrier, self._sets[0].size if self.polled else 0, len(self.phases),
+            self.count, state.beam, self.shift,
             shared_bytes=SHARED_BYTES,
         )  # fmt: skip
         return self.logits[: self.count]
@@ -194,23 +194,16 @@ class DecoderStep:
     # ---- the program ----------------------------------------------------------------------------
 
     def _build(self, model, caches, memory, lengths):
-        translates, first = memory is not None, layers_of(model)[0]
+        translates = memory is not None
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
-        self._states = [self._new(width) for _ in range(2)]
         self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
-        self._projected = self._new(first.attention.qkv.weight.shape[0])
-        twice = 1 + self.marked  # a row for each share needs the whole array, and marks as much
-        self._attended = self._new(twice * first.attention.out.weight.shape[1])
-        sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, twice * 2  # peak and sum of each share
-        self._sums = arrays.zeros(self.like, sums, np.float32)
-        self._inner = self._new(first.feed_forward.out.weight.shape[1])
-        places = table._positions()
+        places, states = table._positions(), self._handed("states", width)
         self._add(
             EMBED, outputs=rows, inputs=width, x=table.weight, weights=places,
-            room=0 if places is None else len(raw(places)), scale=table.scale, out=self._states[0],
+            room=0 if places is None else len(raw(places)), scale=table.scale, out=states,
         )  # fmt: skip
-        x = Stream(self._states[0])
+        x = Stream(states)
         for i, layer in enumerate(layers_of(model)):
             x = self._layer(layer, x, caches[i], memory[i] if translates else None, lengths)
         norm = model.decoder_norm if translates else model.norm
@@ -227,26 +220,26 @@ class DecoderStep:
             nonlocal x
             norm = next(norms)
             into, out = inside(Stream(x.states, norm) if layer.pre_norm else x)
-            states = self._states[x.states is self._states[0]]
+            other = x.states is self._arrays.get("states")
+            states = self._handed("other states" if other else "states", out.weight.shape[0])
             self._linear(into, out.weight, out.bias, states, residual=x)
             x = Stream(states, None if layer.pre_norm else norm)
 
         def attend(x):
-            self._linear(x, own.qkv.weight, own.qkv.bias, self._projected)
             counts, slots = self.state.key_counts, self.state.slots
             fields = {"keys": cache.k, "values": cache.v, "counts": counts, "slots": slots}
-            return self._attend(own, own.qkv, **fields), own.out
+            return self._attend(x, own, own.qkv, **fields), own.out
 
         def attend_memory(x):
             cross, (keys, values) = layer.cross_attention, memory
-            self._linear(x, cross.q.weight, cross.q.bias, self._projected)
             fields = {"keys": keys, "values": values, "counts": lengths}
-            return self._attend(cross, cross.q, **fields), cross.out
+            return self._attend(x, cross, cross.q, **fields), cross.out
 
         def feed(x):
             inner = forward.inner
-            self._linear(x, inner.weight, inner.bias, self._inner, inner.activation)
-            return Stream(self._inner), forward.out
+            hidden = self._handed("inner", inner.weight.shape[0])
+            self._linear(x, inner.weight, inner.bias, hidden, inner.activation)
+            return Stream(hidden), forward.out
 
         branch(attend)
         if memory is not None:
@@ -254,8 +247,10 @@ class DecoderStep:
         branch(feed)
         return x
 
-    def _attend(self, attention, projection, **fields):
-        """Append the attention of what ``projection`` made; return its Stream."""
+    def _attend(self, x, attention, projection, **fields):
+        """Append the attention of what ``projection`` makes of the Stream x; return its Stream."""
+        projected = self._handed("projected", projection.weight.shape[0])
+        self._linear(x, projection.weight, projection.bias, projected)
         heads, kv_heads, warps = attention.heads, attention.kv_heads, WARPS
         room, per_beam = fields["keys"].shape[1], 1 / self.state.beam
         split, split_keys = self._split(heads, room)
@@ -265,17 +260,19 @@ class DecoderStep:
             and (self.count * heads * warps > WARPS * self.blocks or warps * WARP_KEYS >= 2 * room)
         ):
             warps //= 2
+        attended = self._handed("attended", attention.out.weight.shape[1])
+        pairs = self._handed("pairs", self._pairs_width()) if split else None
         shared = {
             "heads": heads, "room": room, "warps": warps, "per_beam": per_beam,
             "counts": fields["counts"], "slots": fields.get("slots"), "split": split,
-            "split_keys": split_keys, "shares": self._sums if split else None,
+            "split_keys": split_keys, "shares": pairs,
         }  # fmt: skip
         self._add(
-            ATTEND, x=self._projected, out=self._attended, kv_heads=kv_heads,
+            ATTEND, x=projected, out=attended, kv_heads=kv_heads,
             stride=projection.weight.shape[0], scale=self.head_dim**-0.5, per_head=1 / heads,
             per_kv_head=kv_heads / heads, **fields | shared,
         )  # fmt: skip
-        return Stream(self._attended, shares=shared if split else None)
+        return Stream(attended, shares=shared if split else None)
 
     def _split(self, heads, room):
         """Return logarithms of the most blocks of a row and head, and of the least keys of one.
@@ -320,16 +317,33 @@ class DecoderStep:
         self._rotation = (self._rotation + (units << self.shift)) % self.blocks
 
     def _add(self, kind, **fields):
-        own, out = len(self._phases), id(fields["out"])
-        assert self._read.get(out, -2) <= own - (1 if kind == LINEAR else 2), "it may still be read"
-        for name in ("x", "residual"):
-            if fields.get(name) is not None:
-                self._read[id(fields[name])] = own
-        if fields.get("residual") is not None:
-            fields["residual_age"] = own - self._written[id(fields["residual"])]
-        self._written[out] = own
         record = self._records.make(PHASE, kind=kind, rotation=self._rotation, **fields)
         self._phases.append(record)
+
+    # ---- arrays ---------------------------------------------------------------------------------
+
+    def _handed(self, name, width):
+        """Return an array that a phase hands on: the one of this name, if polled one of its own."""
+        if self.polled:
+            return next(self._own)
+        if name not in self._arrays:
+            self._arrays[name] = self._new(width)
+        return self._arrays[name]
+
+    def _pairs_width(self):
+        """Return how many elements the peaks and sums of a share are, for all heads."""
+        return SHARED_WIDTH // self.head_dim * 2 * np.dtype(np.float32).itemsize // 2
+
+    def _new_sets(self, model, memory):
+        """Return zeros (2, arrays, size): launches write one set, and clear the other, in turn."""
+        layers, most = layers_of(model), 6 if memory is None else 10  # arrays of a layer
+        own, forward = layers[0].attention, layers[0].feed_forward
+        width = max(own.qkv.weight.shape[0], *forward.out.weight.shape)
+        of_shares = max(own.out.weight.shape[1], self._pairs_width())
+        size = max(self.count * width, SHARED_ROWS * of_shares) + PAST
+        sets = arrays.zeros(self.like, (2, most * len(layers) + 1, size))
+        self._own = iter(sets[0])
+        return sets
 
     def _new(self, width):
         """Return zeros (rows, width), with PAST more elements behind them."""
