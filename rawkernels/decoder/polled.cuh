@@ -15,10 +15,9 @@ __device__ void hand_on(scalar* to, const float (&x)[8]) {
     store_relaxed(reinterpret_cast<u32*>(to), word[0], word[1], word[2], word[3]);
 }
 __device__ float2* moved(float2* pair, int by) { return reinterpret_cast<float2*>(reinterpret_cast<scalar*>(pair) + by); }
-__device__ float2 load_handed(const float2* from, bool& missing) {
-    const u32 a = load_relaxed(reinterpret_cast<const u32*>(from)), b = load_relaxed(reinterpret_cast<const u32*>(from) + 1);
-    missing |= !a || !b;
-    return make_float2(__uint_as_float(a), __uint_as_float(b));
+__device__ uint2 load_handed(const float2* from) {
+    const uint2* words = reinterpret_cast<const uint2*>(from);
+    return POLLED ? load_relaxed(words) : *words;
 }
 __device__ void hand_on(float2* to, float a, float b) {
     hand_on(&to->x, __float_as_uint(a));

@@ -64,16 +64,24 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
         } while (missing());
     };
     // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
-    const auto load_shares = [&](float2 (&known)[ROWS], int stage, bool& missing) {
+    const auto share_at = [&](int stage, int s) {
         const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
+        return shares > 1 && s < shares && k < inputs ? k / HEAD_DIM * ROWS + g - share + s : -1;
+    };
+    const auto load_shares = [&](uint2 (&pairs)[ROWS], int stage) {
+#pragma unroll
+        for (int s = 0; s < ROWS; ++s) pairs[s] = load_handed(moved(phase.shares + max(share_at(stage, s), 0), grid.own));
+    };
+    // Returns whether a pair is not there yet.
+    const auto take_shares = [&](float2 (&known)[ROWS], const uint2 (&pairs)[ROWS], int stage) {
+        bool missing = false;
 #pragma unroll
         for (int s = 0; s < ROWS; ++s) {
-            known[s] = make_float2(NEG_INF, 0);
-            if (!(shares > 1 && s < shares && k < inputs)) continue;
-            float2* pair = phase.shares + k / HEAD_DIM * ROWS + g - share + s;
-            if constexpr (POLLED) known[s] = load_handed(moved(pair, grid.own), missing);
-            else known[s] = *pair;
+            const bool there = share_at(stage, s) >= 0;
+            known[s] = there ? make_float2(__uint_as_float(pairs[s].x), __uint_as_float(pairs[s].y)) : make_float2(NEG_INF, 0);
+            missing |= there && (!pairs[s].x || !pairs[s].y);
         }
+        return missing;
     };
     const auto scale_shares = [&](uint4 (&b)[PIECES][COLUMNS], const float2 (&known)[ROWS]) {
         float level = known[0].x, all = 0, own = 0;
@@ -130,14 +138,16 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const bool start = first && u == 0, squares = start && norm;
             if (start && split) {  // then there are two stages at most
                 float2 of_first[ROWS], of_second[ROWS];
+                uint2 first_pairs[ROWS], second_pairs[ROWS];
                 load(states[0], 0);
                 load(states[1], 1);
                 const long long begin = clock64();
                 bool missing;
                 do {
-                    missing = false;
-                    load_shares(of_first, 0, missing);
-                    load_shares(of_second, 1, missing);
+                    load_shares(first_pairs, 0);
+                    load_shares(second_pairs, 1);
+                    missing = take_shares(of_first, first_pairs, 0);
+                    missing |= take_shares(of_second, second_pairs, 1);
                     fault_after_seconds(begin);
                 } while (POLLED && __any_sync(~0u, missing));
                 if (POLLED) await(states[0], 0), await(states[1], 1);
