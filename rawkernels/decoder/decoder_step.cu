@@ -62,16 +62,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decoder_step(
     }
     __syncthreads();
     const Texts texts = {tokens, positions, rows, beam, shift};
-    const int own = POLLED ? *barrier * set : 0;
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers<COPY_REGISTERS>();
         if (threadIdx.x == CONSUMERS) copy_weights(phases, texts, shared);
         if (threadIdx.x == CONSUMERS + 32) copy_phases(program, phases, shared);
-        if (threadIdx.x / 32 == WARPS + 2) prefetch(phases, own, texts, shared);
+        if (threadIdx.x / 32 == WARPS + 2) prefetch_keys(phases, texts, shared);
         return;
     }
     increase_registers<REGISTERS>();
     PipelineState<SLOTS> slot;
+    const int own = POLLED ? *barrier * set : 0;
 #pragma unroll 1
     for (int i = 0; i < phases; ++i) {
         const PipelineState<PHASES> at(i);

@@ -14,7 +14,7 @@ __device__ void hand_on(scalar* to, const float (&x)[8]) {
     for (int i = 0; i < 4; ++i) word[i] = not_zero(pack_pair(scalar(), x[2 * i], x[2 * i + 1]));
     store_relaxed(reinterpret_cast<u32*>(to), word[0], word[1], word[2], word[3]);
 }
-__device__ float2* moved(float2* pair, int by) { return reinterpret_cast<float2*>(reinterpret_cast<scalar*>(pair) + by); }
+template <typename Pair> __device__ Pair* moved(Pair* pair, int by) { return reinterpret_cast<Pair*>((size_t)pair + 2ll * by); }
 __device__ uint2 load_handed(const float2* from) {
     const uint2* words = reinterpret_cast<const uint2*>(from);
     return POLLED ? load_relaxed(words) : *words;

@@ -64,22 +64,25 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
         } while (missing());
     };
     // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
-    const auto share_at = [&](int stage, int s) {
-        const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
-        return shares > 1 && s < shares && k < inputs ? k / HEAD_DIM * ROWS + g - share + s : -1;
-    };
+    const auto first_input = [&](int stage) { return ((stage * PIECES + t) * WARPS + warp) * DEPTH; };
+    // Loads have no conditions, as those of states; instead of a pair that is not there one beside it is loaded, and not used.
     const auto load_shares = [&](uint2 (&pairs)[ROWS], int stage) {
+        const float2* from = phase.shares + min(first_input(stage), inputs - 1) / HEAD_DIM * ROWS + g - share;
 #pragma unroll
-        for (int s = 0; s < ROWS; ++s) pairs[s] = load_handed(moved(phase.shares + max(share_at(stage, s), 0), grid.own));
+        for (int s = 0; s < ROWS; ++s) pairs[s] = load_handed(moved(from + min(s, shares - 1), grid.own));
     };
-    const auto weight_of = [&](const uint2 (&pairs)[ROWS], int stage, bool& missing) {
-        float2 known[ROWS];
+    // Returns whether a pair is not there yet.
+    const auto take_shares = [&](float2 (&known)[ROWS], const uint2 (&pairs)[ROWS], int stage) {
+        bool missing = false;
 #pragma unroll
         for (int s = 0; s < ROWS; ++s) {
-            const bool there = share_at(stage, s) >= 0;
+            const bool there = shares > 1 && s < shares && first_input(stage) < inputs;
             known[s] = there ? make_float2(__uint_as_float(pairs[s].x), __uint_as_float(pairs[s].y)) : make_float2(NEG_INF, 0);
             missing |= there && (!pairs[s].x || !pairs[s].y);
         }
+        return missing;
+    };
+    const auto scale_shares = [&](uint4 (&b)[PIECES][COLUMNS], const float2 (&known)[ROWS]) {
         float level = known[0].x, all = 0, own = 0;
 #pragma unroll
         for (int s = 1; s < ROWS; ++s) level = fmaxf(level, known[s].x);
@@ -89,9 +92,8 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             all += weight;
             if (s == share) own = weight;
         }
-        return shares == 1 ? 1.f : own * reciprocal(all);
-    };
-    const auto scale = [&](uint4 (&b)[PIECES][COLUMNS], float own) {
+        own *= reciprocal(all);
+        if (shares == 1) own = 1;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
             const float weight = __shfl_sync(~0u, own, lane - t + p);
@@ -133,30 +135,31 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll 1
         for (int u = 0; u < UNITS && unit + u * gridDim.x < units; ++u) {
             const bool start = first && u == 0, squares = start && norm;
-            if (start || stages > STATES) {
+            if (start && split) {  // then there are two stages at most
+                float2 of_first[ROWS], of_second[ROWS];
+                uint2 first_pairs[ROWS], second_pairs[ROWS];
+                load(states[0], 0);
+                load(states[1], 1);
+                if (POLLED) await(states[0], 0), await(states[1], 1);  // first, as the pairs are few words for many polls
+                const long long begin = clock64();
+                bool missing;
+                do {
+                    load_shares(first_pairs, 0);
+                    load_shares(second_pairs, 1);
+                    missing = take_shares(of_first, first_pairs, 0);
+                    missing |= take_shares(of_second, second_pairs, 1);
+                    fault_after_seconds(begin);
+                } while (POLLED && __any_sync(~0u, missing));
+                scale_shares(states[0], of_first);
+                scale_shares(states[1], of_second);
+            } else if (start || stages > STATES) {
 #pragma unroll
                 for (int i = 0; i < STATES; ++i)
                     if (i < stages) load(states[i], i);
             }
-            float weights[2];
-            if (start && split) {  // then there are two stages at most
-                uint2 pairs[2][ROWS];
-                const long long begin = clock64();
-                bool missing;
-                do {
-                    missing = false;
-                    load_shares(pairs[0], 0);
-                    load_shares(pairs[1], 1);
-                    weights[0] = weight_of(pairs[0], 0, missing);
-                    weights[1] = weight_of(pairs[1], 1, missing);
-                    fault_after_seconds(begin);
-                } while (POLLED && __any_sync(~0u, missing));
-            }
             float d[CHAINS][COLUMNS][4] = {}, sums_of[CHAINS][COLUMNS][4] = {};
-            const auto accumulate = [&](int i, int stage) {
-                uint4 (&b)[PIECES][COLUMNS] = states[i];
-                if (POLLED && (start || stages > STATES)) await(b, stage);
-                if (split && start && i < 2) scale(b, weights[i]);
+            const auto accumulate = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
+                if (POLLED && !(split && start) && (start || stages > STATES)) await(b, stage);
                 const int there = pieces - stage * PIECES;
                 const u32 from = shared.ring + slot.stage * SLOT_BYTES;
                 uint4 a[PIECES][2];
@@ -220,7 +223,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
                 for (int i = 0; i < STATES; ++i) {
                     if (stage + i >= stages) break;
-                    accumulate(i, stage + i);
+                    accumulate(states[i], stage + i);
                     if (stage + i + STATES < stages) load(states[i], stage + i + STATES);
                 }
             }

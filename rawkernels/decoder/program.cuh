@@ -174,28 +174,19 @@ __device__ void copy_weights(int phases, const Texts& texts, const Shared& share
                 for (; loading >= most; --loading, oldest.next()) mbar_wait(shared.full(oldest.stage), oldest.parity);
                 ++loading;
                 mbar_expect(full, size);
-                bulk_load(shared.ring + slot.stage * SLOT_BYTES, from, size, full);
+                bulk_load(shared.ring + slot.stage * SLOT_BYTES, from, size, full, L2_EVICT_FIRST);  // read once a launch
             }
         }
     }
 }
 
-// Prefetches to L2 what a phase will read: arrays that are polled (all blocks take turns), so that no poll waits for DRAM;
-// keys and values of attention, all that the rows have, since beams share them.
-__device__ void prefetch(int phases, int own, const Texts& texts, const Shared& shared) {
+// Prefetches the keys and values of the next attention to L2: all that the rows have, since beams share them.
+__device__ void prefetch_keys(int phases, const Texts& texts, const Shared& shared) {
     constexpr int BYTES = 8192;
     PipelineState<PHASES> at;
     for (int i = 0; i < phases; ++i, at.next()) {
         mbar_wait(shared.phase_full(at.stage), at.parity);
         const Phase& phase = shared.phases()[at.stage];
-        if (POLLED && phase.kind != EMBED && i % gridDim.x == blockIdx.x) {
-            const int split = split_of(phase), width = phase.kind == ATTEND ? phase.stride : phase.inputs << split;
-            const int bytes = texts.rows * width * 2, from = threadIdx.x % 32 * BYTES;
-            if (from < bytes)
-                bulk_prefetch(reinterpret_cast<const char*>(phase.x + own) + from, min(bytes - from, BYTES));
-            if (phase.kind == LINEAR && split && threadIdx.x % 32 == 0)
-                bulk_prefetch(moved(phase.shares, own), phase.heads * ROWS * 8);
-        }
         if (phase.kind == ATTEND) {
             const long long key_bytes = phase.kv_heads * HEAD_DIM * 2, row_bytes = phase.room * key_bytes;
             const int texts_there = phase.slots ? texts.rows : texts.rows / texts.beam, parts = ceil_div(row_bytes, BYTES);

@@ -289,6 +289,8 @@ void cp_async_bulk_tensor_4d_global_shared_cta_bulk_group(
 inline void prefetch_tensormap(const void*) {}
 inline void prefetch_global_L2(const void*) {}
 void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, const void* src, u32 bytes, u32 bar);
+void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
+    u32 dst, const void* src, u32 bytes, u32 bar, u64 hint);
 void cp_async_bulk_prefetch_L2_global(const void* src, u32 bytes);
 void cp_async_bulk_global_shared_cta_bulk_group(void* dst, u32 src, u32 bytes);
 void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(float* dst, u32 src, u32 bytes);

@@ -331,6 +331,10 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, con
         arrive(*block, bar, 0, bytes);
     }});
 }
+void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
+    u32 dst, const void* src, u32 bytes, u32 bar, u64) {
+    cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(dst, src, bytes, bar);
+}
 // There are no caches, but the memory must be readable.
 void cp_async_bulk_prefetch_L2_global(const void* src, u32 bytes) {
     if ((u64)src % 16 || bytes % 16) fail("a prefetch of %u bytes from %p", bytes, src);
