@@ -47,11 +47,6 @@ __device__ __forceinline__ u32 load_relaxed(const u32* from) {
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from));
     return x;
 }
-__device__ __forceinline__ uint2 load_relaxed(const uint2* from) {
-    uint2 x;
-    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
-    return x;
-}
 __device__ __forceinline__ uint4 load_relaxed(const uint4* from) {
     uint4 x;
     asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"

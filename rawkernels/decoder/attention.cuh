@@ -33,11 +33,7 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         const int kv_head = quotient(head, phase.per_kv_head);
         const int to = (row << split) + share;
         scalar* const out = phase.out + ((long long)to * heads + head) * HEAD_DIM + column;
-        float2* const pair = phase.shares + head * ROWS + to;
-        if (POLLED && mine && part == 0 && group == 0) {  // for the next launch, also what this one does not write
-            *reinterpret_cast<uint4*>(out + grid.other) = make_uint4(0, 0, 0, 0);
-            if (split && column == 0) *moved(pair, grid.other) = make_float2(0, 0);
-        }
+        if (POLLED && mine && part == 0 && group == 0) clear_eight(out + grid.other);
         Attended attended;
         int start = 0, end = 0, last = -1;  // keys of this warp; the new key
         const short* slots = phase.slots + (long long)row * phase.room;
@@ -77,10 +73,10 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
         if (!waited) grid.wait();
         waited = true;
         uint4 q[PARTS] = {};
-        if (POLLED && mine) {
-            const scalar* const query = phase.x + grid.own + (long long)row * phase.stride;
-            const int key = (heads + kv_head) * HEAD_DIM, value = key + key_stride;
-            uint4 stored;  // the new key, in the order of values
+        if (mine) {
+            const scalar* query = phase.x + grid.own + (long long)row * phase.stride;
+            const scalar *key = query + (heads + kv_head) * HEAD_DIM, *value = key + key_stride;
+            uint4 stored = {};  // the new key, in the order of values
             const long long begin = clock64();
             bool missing;
             do {
@@ -88,33 +84,19 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) {
                     q[p] = load_handed(query + head * HEAD_DIM + p * DEPTH + t * 8);
-                    if (own) new_k[p] = load_handed(query + key + p * DEPTH + t * 8);
+                    if (own) new_k[p] = load_handed(key + p * DEPTH + t * 8);
                 }
-                if (own) stored = load_handed(query + key + column), new_v = load_handed(query + value + column);
+                if (own) new_v = load_handed(value + column), stored = load_handed(key + column);
+                if (!POLLED) break;
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) missing |= lacks(q[p]) || (own && lacks(new_k[p]));
-                missing |= own && (lacks(stored) || lacks(new_v));
+                missing |= own && (lacks(new_v) || lacks(stored));
                 fault_after_seconds(begin);
             } while (__any_sync(~0u, missing));
             if (own && share == 0 && part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
                 const long long at = offset + beam_row * row_stride + last * key_stride + column;
                 *reinterpret_cast<uint4*>(phase.keys + at) = stored;
                 *reinterpret_cast<uint4*>(phase.values + at) = new_v;
-            }
-        } else if (mine) {
-            const scalar* query = phase.x + (long long)row * phase.stride;
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + head * HEAD_DIM + p * DEPTH + t * 8);
-            if (own) {
-                const scalar *key = query + (heads + kv_head) * HEAD_DIM, *value = key + phase.kv_heads * HEAD_DIM;
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p) new_k[p] = load_states(key + p * DEPTH + t * 8);
-                new_v = load_states(value + column);
-                if (share == 0 && part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
-                    const long long at = offset + beam_row * row_stride + last * key_stride + column;
-                    *reinterpret_cast<uint4*>(phase.keys + at) = load_states(key + column);
-                    *reinterpret_cast<uint4*>(phase.values + at) = new_v;
-                }
             }
         }
 #pragma unroll 1
@@ -180,13 +162,9 @@ __device__ void attend(const Phase& phase, const Shared& shared, const Grid& gri
             const float whole = reciprocal(attended.sum);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) attended.acc[i] *= whole;
-            if constexpr (POLLED) {
-                hand_on(out + grid.own, attended.acc);
-                if (split && column == 0) hand_on(moved(pair, grid.own), attended.peak, attended.sum);
-            } else {
-                store_pack(out, attended.acc);
-                if (split && column == 0) *pair = make_float2(attended.peak, attended.sum);
-            }
+            if constexpr (POLLED) hand_on(out + grid.own, attended.acc);
+            else store_pack(out, attended.acc);
+            if (split && column == 0) phase.shares[head * ROWS + to] = make_float2(attended.peak, attended.sum);
         }
     }
 }

@@ -5,10 +5,18 @@
 // it runs ahead of the others through all phases, as far as its ring of shared memory allows, so that a barrier does not
 // stop the stream of weights. Others copy the phases themselves and prefetch keys and values.
 //
+// With POLLED there is no barrier of the grid: a phase waits for the numbers that it reads, see polled.cuh. Each phase has an
+// array of its own, in two sets: a launch writes one and clears the other one for the next launch. Why no number is wrong:
+// - A word is written once in a launch, after the launch before has cleared it, and PTX makes a word whole, so what is not
+//   zero is what was written. Nothing else that a block writes is read by another in this launch: new keys and values are
+//   taken from the words, caches and logits are for later launches. So no order between two accesses matters.
+// - All that is written in a launch is cleared in the next one, by the block that would write it then, whatever the texts.
+// Why all blocks come to the end: the launch is cooperative, and a block waits for words of earlier phases only.
+//
 // Constants: scalar = f16, bf16; ROWS = 8, 16, 32; HEAD_DIM = 32, 64; SHARES = 0; POLLED = 0
 // Constants: scalar = f16, bf16; ROWS = 8, 16; HEAD_DIM = 128; SHARES = 0; POLLED = 0
 // Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 1 (blocks share the keys of a row); POLLED = 0
-// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 0, 1; POLLED = 1 (few rows: no barrier of the grid)
+// Constants: scalar = f16, bf16; ROWS = 8; HEAD_DIM = 32, 64, 128; SHARES = 0; POLLED = 1 (no barrier of the grid)
 // Launch:    grid = (multiprocessors, a multiple of 1 << shift,), block = (THREADS,), dynamic shared memory = SHARED_LIMIT
 //            cooperative: decoder_step
 // Arch: sm_90a
@@ -31,7 +39,7 @@ __device__ void embed(const Phase& phase, const Grid& grid, const Texts& texts) 
             scalar* out = phase.out + (long long)row * width + column;
             if constexpr (POLLED) {
                 hand_on(out + grid.own, x);
-                *reinterpret_cast<uint4*>(out + grid.other) = make_uint4(0, 0, 0, 0);
+                clear_eight(out + grid.other);
             } else store_pack(out, x);
         }
     }

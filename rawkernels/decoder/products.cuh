@@ -41,12 +41,6 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) b[p][c] = load_handed(from + c * 8 * inputs + p * WARPS * DEPTH);
     };
-    int shares = 1;      // of the row of which column g is a share
-    bool used = !split;  // the column
-    if (split && g >> split < texts.rows) {
-        shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
-        used = share < shares;
-    }
     // POLLED: loads a stage again until all of it is there.
     const auto await = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
         const auto missing = [&] {
@@ -54,7 +48,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
                 if (stage * PIECES + p < pieces) some |= lacks(b[p][0]);
-            return __any_sync(~0u, used && some);
+            return __any_sync(~0u, some);
         };
         if (!missing()) return;
         const long long begin = clock64();
@@ -63,24 +57,17 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             fault_after_seconds(begin);
         } while (missing());
     };
+    int shares = 1;  // of the row of which column g is a share
+    if (split && g >> split < texts.rows)
+        shares = shares_of(phase, keys_of(phase, g >> split, quotient(g >> split, phase.per_beam))).count;
     // Lane t of a row computes the weight of its share in the head of piece t: one shuffle a piece, not six.
-    const auto first_input = [&](int stage) { return ((stage * PIECES + t) * WARPS + warp) * DEPTH; };
-    // Loads have no conditions, as those of states; instead of a pair that is not there one beside it is loaded, and not used.
-    const auto load_shares = [&](uint2 (&pairs)[ROWS], int stage) {
-        const float2* from = phase.shares + min(first_input(stage), inputs - 1) / HEAD_DIM * ROWS + g - share;
-#pragma unroll
-        for (int s = 0; s < ROWS; ++s) pairs[s] = load_handed(moved(from + min(s, shares - 1), grid.own));
-    };
-    // Returns whether a pair is not there yet.
-    const auto take_shares = [&](float2 (&known)[ROWS], const uint2 (&pairs)[ROWS], int stage) {
-        bool missing = false;
+    const auto load_shares = [&](float2 (&known)[ROWS], int stage) {
+        const int k = ((stage * PIECES + t) * WARPS + warp) * DEPTH;
 #pragma unroll
         for (int s = 0; s < ROWS; ++s) {
-            const bool there = shares > 1 && s < shares && first_input(stage) < inputs;
-            known[s] = there ? make_float2(__uint_as_float(pairs[s].x), __uint_as_float(pairs[s].y)) : make_float2(NEG_INF, 0);
-            missing |= there && (!pairs[s].x || !pairs[s].y);
+            known[s] = make_float2(NEG_INF, 0);
+            if (shares > 1 && s < shares && k < inputs) known[s] = phase.shares[k / HEAD_DIM * ROWS + g - share + s];
         }
-        return missing;
     };
     const auto scale_shares = [&](uint4 (&b)[PIECES][COLUMNS], const float2 (&known)[ROWS]) {
         float level = known[0].x, all = 0, own = 0;
@@ -122,7 +109,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             before[i] = gain[i] = bias[i] = 0;
             if (columns[i] < 0) continue;
             const int at = row * outputs + columns[i];
-            if (POLLED && !grid.last) *reinterpret_cast<u32*>(phase.out + grid.other + at) = 0;  // for the next launch
+            if (POLLED && !grid.last) clear_word(phase.out + grid.other + at);
             if (!phase.residual) continue;
             const u32* old = reinterpret_cast<const u32*>(phase.residual + grid.own + at);
             before[i] = POLLED ? load_relaxed(old) : *old;
@@ -137,19 +124,10 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             const bool start = first && u == 0, squares = start && norm;
             if (start && split) {  // then there are two stages at most
                 float2 of_first[ROWS], of_second[ROWS];
-                uint2 first_pairs[ROWS], second_pairs[ROWS];
                 load(states[0], 0);
                 load(states[1], 1);
-                if (POLLED) await(states[0], 0), await(states[1], 1);  // first, as the pairs are few words for many polls
-                const long long begin = clock64();
-                bool missing;
-                do {
-                    load_shares(first_pairs, 0);
-                    load_shares(second_pairs, 1);
-                    missing = take_shares(of_first, first_pairs, 0);
-                    missing |= take_shares(of_second, second_pairs, 1);
-                    fault_after_seconds(begin);
-                } while (POLLED && __any_sync(~0u, missing));
+                load_shares(of_first, 0);
+                load_shares(of_second, 1);
                 scale_shares(states[0], of_first);
                 scale_shares(states[1], of_second);
             } else if (start || stages > STATES) {
@@ -159,7 +137,7 @@ __device__ void multiply(const Phase& phase, const Shared& shared, const Grid& g
             }
             float d[CHAINS][COLUMNS][4] = {}, sums_of[CHAINS][COLUMNS][4] = {};
             const auto accumulate = [&](uint4 (&b)[PIECES][COLUMNS], int stage) {
-                if (POLLED && !(split && start) && (start || stages > STATES)) await(b, stage);
+                if (POLLED && (start || stages > STATES)) await(b, stage);
                 const int there = pieces - stage * PIECES;
                 const u32 from = shared.ring + slot.stage * SLOT_BYTES;
                 uint4 a[PIECES][2];

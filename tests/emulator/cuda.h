@@ -228,7 +228,6 @@ inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from
 }
 void ld_acquire_gpu_global_b32(int& x, const int* from);
 void ld_relaxed_gpu_global_b32(u32& x, const u32* from);
-void ld_relaxed_gpu_global_v2_b32(u32& x, u32& y, const void* from);
 void ld_relaxed_gpu_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from);
 void st_relaxed_gpu_global_b32(u32* to, u32 x);
 void st_relaxed_gpu_global_v4_b32(u32* to, u32 x, u32 y, u32 z, u32 w);

@@ -143,16 +143,15 @@ void ld_relaxed_gpu_global_b32(u32& x, const u32* from) {
     some_happen();
     x = *from;
 }
-static void load_words(std::vector<u32*> words, const void* from) {  // in any order
-    if ((u64)from % (4 * words.size())) fail("%zu words at %p", words.size(), from);
-    const unsigned first = draw(words.size());
-    for (unsigned i = 0; i < words.size(); ++i) {
-        const unsigned at = (first + i) % words.size();
+void ld_relaxed_gpu_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {  // in any order
+    if ((u64)from % 16) fail("four words at %p", from);
+    u32* const words[4] = {&x, &y, &z, &w};
+    const unsigned first = draw(4);
+    for (unsigned i = 0; i < 4; ++i) {
+        const unsigned at = (first + i) % 4;
         ld_relaxed_gpu_global_b32(*words[at], static_cast<const u32*>(from) + at);
     }
 }
-void ld_relaxed_gpu_global_v2_b32(u32& x, u32& y, const void* from) { load_words({&x, &y}, from); }
-void ld_relaxed_gpu_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) { load_words({&x, &y, &z, &w}, from); }
 
 // ---- barriers
 static Mbarrier& mbarrier(Block& block, u32 address) {

@@ -83,7 +83,7 @@ def check_launches(decoder, noted):
     scalar = ("scalar", "f16")
     assert pack[1:] == ("pack_weights", (scalar,), (linears, 1, 1), (256, 1, 1), 0)
     shares = int(any(phase["split"] for phase in decoder.phases))
-    polled = int(decoder.count == 1 and not decoder.phases["statistics"].any())
+    polled = int(decoder.polled)
     own = {"ROWS": decoder.group, "HEAD_DIM": decoder.head_dim, "SHARES": shares, "POLLED": polled}
     constants = (scalar, *own.items())
     assert run[1:] == ("decoder_step", constants, (132, 1, 1), (384, 1, 1), 232448)
@@ -307,19 +307,20 @@ def test_a_thousand_replays(gpu, seed):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("width, heads, inner", [
-    (64, 2, 96), (768, 12, 3072), (1024, 8, 4096), (1152, 36, 2080), (1600, 25, 6400),
+@pytest.mark.parametrize("rows, width, heads, inner", [
+    (1, 64, 2, 96), (3, 768, 12, 3072), (1, 1024, 8, 4096), (4, 1152, 36, 2080), (1, 1600, 25, 6400),
+    (8, 1600, 25, 6400),
 ])  # fmt: skip
-def test_polled_numbers_are_those_of_barriers(gpu, width, heads, inner, dtype, monkeypatch):
-    """Also in a thousand replays, as blocks meet in another way in each."""
+def test_polled_numbers_are_those_of_barriers(gpu, rows, width, heads, inner, dtype, monkeypatch):
+    """Also in a thousand launches, as blocks meet in another way in each."""
     size = {"d_model": width, "heads": heads, "inner": inner, "layers": 3, "block": 200}
-    case, dtype = Case(1, 1, {"vocab": 1000, **size}, room=200), dtype_of(dtype)
+    case, dtype = Case(rows, 1, {"vocab": 1000, **size}, room=200), dtype_of(dtype)
     found = []
-    for rows in (0, 1):
-        monkeypatch.setattr(decoder_step, "POLLED_ROWS", rows)
+    for polled in (False, True):
+        monkeypatch.setattr(decoder_step.DecoderStep, "_polls", lambda *_, polled=polled: polled)
         (search,) = searches(gpu, case, dtype, dtype)
         decoder = search.decoder()
-        assert decoder.polled == bool(rows)
+        assert decoder.polled == polled
         decoder.pack()
         found.append([bits(decoder())])
         for _ in range(3):

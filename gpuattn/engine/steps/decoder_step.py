@@ -33,7 +33,9 @@ MOST_ROWS, MOST_ROWS_WIDER = ((768, 64), (1024, 32)), 16
 MOST_KEYS = 8192  # of all rows
 SHARED_ROOM, SHARE_KEYS = 256, 64  # keys of a text from which blocks share them; of a share
 MOST_SHARES, SHARED_ROWS, SHARED_WIDTH = 8, 8, 2048  # limits of the kernel
-POLLED_ROWS = 1  # up to so many, blocks wait for numbers, not for a barrier of the grid: faster
+# (columns of the model, rows) up to which blocks wait for numbers, not for barriers of the grid: it
+# was faster, as measured with 768 to 1,600 columns. Wider models: up to POLLED_ROWS_WIDER.
+POLLED_ROWS, POLLED_ROWS_WIDER = ((1280, 4),), 8
 WARP_KEYS = 32  # that a warp takes at a time, in attention
 BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
 EMBED, LINEAR, ATTEND = range(3)
@@ -161,7 +163,7 @@ class DecoderStep:
         self._phases: list[np.ndarray] = []
         self._packed: list[np.ndarray] = []
         self._units = self._rotation = 0
-        self.polled = self.count <= POLLED_ROWS and first.pre_norm
+        self.polled = self._polls(first, caches[0], memory)
         self._arrays: dict[str, Any] = {}
         self._sets = self._new_sets(model, memory) if self.polled else None
         self._build(model, caches, memory, lengths)
@@ -198,6 +200,8 @@ class DecoderStep:
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
         self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
+        sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
+        self._sums = arrays.zeros(self.like, sums, np.float32)
         places, states = table._positions(), self._handed("states", width)
         self._add(
             EMBED, outputs=rows, inputs=width, x=table.weight, weights=places,
@@ -261,11 +265,10 @@ class DecoderStep:
         ):
             warps //= 2
         attended = self._handed("attended", attention.out.weight.shape[1])
-        pairs = self._handed("pairs", self._pairs_width()) if split else None
         shared = {
             "heads": heads, "room": room, "warps": warps, "per_beam": per_beam,
             "counts": fields["counts"], "slots": fields.get("slots"), "split": split,
-            "split_keys": split_keys, "shares": pairs,
+            "split_keys": split_keys, "shares": self._sums if split else None,
         }  # fmt: skip
         self._add(
             ATTEND, x=projected, out=attended, kv_heads=kv_heads,
@@ -322,6 +325,14 @@ class DecoderStep:
 
     # ---- arrays ---------------------------------------------------------------------------------
 
+    def _polls(self, layer, cache, memory):
+        """Return whether blocks wait for numbers: few rows, no shares of keys, pre-norm."""
+        width, heads = layer.attention.out.weight.shape[0], layer.attention.heads
+        most = next((rows for columns, rows in POLLED_ROWS if width <= columns), POLLED_ROWS_WIDER)
+        rooms = [cache.k.shape[1], *(keys.shape[1] for keys, _ in (memory or ())[:1])]
+        shares = any(self._split(heads, room)[0] for room in rooms)
+        return self.count <= most and layer.pre_norm and not shares
+
     def _handed(self, name, width):
         """Return an array that a phase hands on: the one of this name, if polled one of its own."""
         if self.polled:
@@ -330,18 +341,12 @@ class DecoderStep:
             self._arrays[name] = self._new(width)
         return self._arrays[name]
 
-    def _pairs_width(self):
-        """Return how many elements the peaks and sums of a share are, for all heads."""
-        return SHARED_WIDTH // self.head_dim * 2 * np.dtype(np.float32).itemsize // 2
-
     def _new_sets(self, model, memory):
         """Return zeros (2, arrays, size): launches write one set, and clear the other, in turn."""
-        layers, most = layers_of(model), 6 if memory is None else 10  # arrays of a layer
-        own, forward = layers[0].attention, layers[0].feed_forward
-        width = max(own.qkv.weight.shape[0], *forward.out.weight.shape)
-        of_shares = max(own.out.weight.shape[1], self._pairs_width())
-        size = max(self.count * width, SHARED_ROWS * of_shares) + PAST
-        sets = arrays.zeros(self.like, (2, most * len(layers) + 1, size))
+        first, each = layers_of(model)[0], 5 if memory is None else 8  # arrays of a layer
+        widest = max(first.attention.qkv.weight.shape[0], *first.feed_forward.out.weight.shape)
+        count, size = each * len(layers_of(model)) + 1, self.count * widest + PAST
+        sets = arrays.zeros(self.like, (2, count, size))
         self._own = iter(sets[0])
         return sets
 
