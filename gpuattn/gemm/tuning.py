@@ -105,7 +105,7 @@ def _candidates(plan: MatmulPlan) -> list[Candidate]:
     """Return what the heuristic proposes with workspace and without.
 
     Before a product whose tiles are numbered in workspace the library clears that number, a node of
-    its own in a graph; the proposals without are often faster, and never among the others.
+    its own in a graph. The proposals without workspace are often faster; some are among the others.
     """
     found = plan.candidates(plan.alignment, CANDIDATES)
     with contextlib.suppress(plan.lt.cuBLASLtError):

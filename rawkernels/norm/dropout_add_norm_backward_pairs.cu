@@ -1,4 +1,4 @@
-// The gradients of dropout_add_norm for 16-bit rows of whole warps. A team of WARPS warps, each with COLUMNS of the columns,
+// The gradients of dropout_add_norm for 16-bit rows of WARPS * COLUMNS columns. A team of WARPS warps, with COLUMNS each,
 // loads two rows at a time to registers and samples their dropout mask while the loads are in flight. With SECOND the gradient
 // of the norm's result is dnormed + second, added in float32.
 // Constants: scalar = f16, bf16; COLUMNS = 384; WARPS = 1; TEAMS = 8; BLOCKS = 2; RMS = false, true; WEIGHT = true; SUMS = 1;

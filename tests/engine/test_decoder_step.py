@@ -308,8 +308,8 @@ def test_a_thousand_replays(gpu, seed):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rows, width, heads, inner", [
-    (1, 64, 2, 96), (3, 768, 12, 3072), (1, 1024, 8, 4096), (4, 1152, 36, 2080), (1, 1600, 25, 6400),
-    (8, 1600, 25, 6400),
+    (1, 64, 2, 96), (3, 768, 12, 3072), (1, 1024, 8, 4096), (4, 1152, 36, 2080),
+    (1, 1600, 25, 6400), (8, 1600, 25, 6400),
 ])  # fmt: skip
 def test_polled_numbers_are_those_of_barriers(gpu, rows, width, heads, inner, dtype, monkeypatch):
     """Also in a thousand launches, as blocks meet in another way in each."""

@@ -23,7 +23,7 @@ from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
 FULL_TILES = 200  # tiles of dweight that fill a GPU by themselves
-DEEP, DEEP_TILES = 12288, 128  # of DEEP rows or more DEEP_TILES do: enough blocks by the rows
+DEEP, DEEP_TILES = 12288, 128  # with DEEP rows or more DEEP_TILES are enough, as rows are split
 JOINT_SIZE = 1 << 24  # numbers of dz, beyond which a launch of both is slower
 SIDE_SHARE = 2  # a matmul on the side stream is planned for 1 / SIDE_SHARE of the multiprocessors
 
