@@ -1,10 +1,13 @@
 """Whole generations beside other libraries: token ids in, token ids out, both on the host.
 
 What is timed is ``Engine.translate`` and ``Engine.generate``, with the host, as a user calls them;
-the weights are random. Before that, on a part of the problem in float32, the engine's tokens must
-equal those of ``gpuattn.decode``. The first texts of what is timed, ours and the peers', are then
-scored again by teacher forcing in float32: their mean log-probability must be near what the search
-said, and the peers' near that of ours.
+the weights are random. The engine has ``fixed_weights``, as all peers do, unless prompts are longer
+than a page: their keys and values would be known from the call before.
+
+Before that, on a part of the problem in float32, the engine's tokens must equal those of
+``gpuattn.decode``. The first texts of what is timed, ours and the peers', are then scored again by
+teacher forcing in float32: their mean log-probability must be near what the search said, and the
+peers' near that of ours.
 """
 
 import functools
@@ -29,6 +32,7 @@ from gpuattn.decode.beam import beam_search
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine import Engine
+from gpuattn.engine.pages import PAGE
 from gpuattn.models import GPT2, TranslationModel
 from gpuattn.nn.module import uninitialised
 from gpuattn.runtime.device import card_memory
@@ -224,7 +228,8 @@ def _measured(cell, subject, opened, names, ceilings):
     case, xp, refusals = cell.case, subject.xp, []
     row: dict[str, Any] = {"checked": subject.check(case), "logprobs": {}}
     before = _free(xp)
-    engine = Engine(subject.model, notify=refusals.append)
+    fixed = case.translates or case.shape[1] <= PAGE
+    engine = Engine(subject.model, notify=refusals.append, fixed_weights=fixed)
     texts, limits = case.texts(), case.lengths()[1].tolist()
     if case.cache:
         ours = functools.partial(generate, engine, case, texts, limits)

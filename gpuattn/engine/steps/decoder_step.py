@@ -165,7 +165,7 @@ class DecoderStep:
         self._units = self._rotation = 0
         self.polled = self._polls(first, caches[0], memory)
         self._arrays: dict[str, Any] = {}
-        self._sets = self._new_sets(model, memory) if self.polled else None
+        self._set_size = self._new_sets(model, memory) if self.polled else 0
         self._build(model, caches, memory, lengths)
         self.phases, packed = np.stack(self._phases), np.stack(self._packed)
         self._program, self._weights = (xp.asarray(x.view(np.uint8)) for x in (self.phases, packed))
@@ -187,8 +187,7 @@ class DecoderStep:
         state = self.state
         self._run(
             (self.blocks,), (THREADS,), self._program, state.tokens, state.positions,
-            self._barrier, self._sets[0].size if self.polled else 0, len(self.phases),
-            self.count, state.beam, self.shift,
+            self._barrier, self._set_size, len(self.phases), self.count, state.beam, self.shift,
             shared_bytes=SHARED_BYTES,
         )  # fmt: skip
         return self.logits[: self.count]
@@ -342,13 +341,16 @@ class DecoderStep:
         return self._arrays[name]
 
     def _new_sets(self, model, memory):
-        """Return zeros (2, arrays, size): launches write one set, and clear the other, in turn."""
+        """Make zeros (2, arrays, size): launches write one set, and clear the other, in turn.
+
+        Return the elements of a set.
+        """
         first, each = layers_of(model)[0], 5 if memory is None else 8  # arrays of a layer
         widest = max(first.attention.qkv.weight.shape[0], *first.feed_forward.out.weight.shape)
         count, size = each * len(layers_of(model)) + 1, self.count * widest + PAST
         sets = arrays.zeros(self.like, (2, count, size))
         self._own = iter(sets[0])
-        return sets
+        return count * size
 
     def _new(self, width):
         """Return zeros (rows, width), with PAST more elements behind them."""
