@@ -178,6 +178,16 @@ def test_tokens_a_second_of_an_own_model_follow_from_samples():
             assert ratio == pytest.approx(rates[name] / rates[other])
 
 
+def test_figures_of_loading_follow_from_samples():
+    found = json.loads((FOLDER / "loading-h200.json").read_text())
+    seconds, memory = (
+        [sample[name] for sample in found["samples"]] for name in ("seconds", "host_bytes")
+    )
+    assert len(seconds) >= 5 and found["parameters"] > 1e9
+    assert found["seconds"] == statistics.median(seconds) <= 3
+    assert found["host_bytes"] == max(memory) <= found["largest_bytes"] + 200_000_000
+
+
 def test_tokens_a_second_on_cpus_follow_from_samples():
     rows = json.loads((FOLDER / "decode-cpu.json").read_text())["decoding"]
     assert [row["case"]["flags"]["model"] for row in rows] == ["toy"] * 2 + ["gpt2"] * 2
