@@ -3,10 +3,9 @@
     python examples/benchmarks/loading.py --json loading.json
 
 Writes a Llama of the sizes of TinyLlama, with random bfloat16 weights, to a temporary folder. Its
-2.2 GB are then in the file cache. Each sample is one ``load_pretrained`` in a process of its own, a
-process in which CUDA and the libraries have started: those seconds are given apart. Host memory is
-the peak of the process minus what it had before the call. The weights must have the bits of the
-file.
+2.2 GB are then in the file cache. Each sample is one ``load_pretrained`` in a process of its own,
+after CUDA has started, whose seconds are given apart. Host memory is the peak of the process minus
+what it had before the call. The weights must have the bits of the file.
 
 Required: 3 s, and host memory of the largest tensor and 200 MB.
 """
@@ -87,7 +86,7 @@ def one(folder):
 
 
 def memory(name):
-    """Return the bytes of host memory of this process: "VmRSS" now, "VmHWM" at most."""
+    """Return the bytes of host memory of this process: "VmRSS" now, "VmHWM" at its peak."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{name}:\s*(\d+) kB", status)[1]) * 1024
 
@@ -100,7 +99,7 @@ def main():
         parameters, largest = write(folder)
         command = [sys.executable, *sys.argv, "--one", str(folder)]
         samples = [
-            json.loads(subprocess.run(command, check=True, text=True, stdout=-1).stdout)
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
             for _ in range(options.repeat)
         ]
     seconds = statistics.median(sample["seconds"] for sample in samples)

@@ -146,12 +146,15 @@ def test_blocks_share_the_keys_of_a_row(name, monkeypatch):
     case, dtype, blocks, keys, counts, splits = SHARES[name]
     share_keys(monkeypatch, keys)
     steps = 3 if case.rows == 1 and len(splits) == 2 else 2 if case.rows < 4 else 1
-    seen, build = [], decoder_step.DecoderStep._split
+    made, build = [], decoder_step.DecoderStep._build
     monkeypatch.setattr(
-        decoder_step.DecoderStep, "_split", lambda *args: seen.append(build(*args)) or seen[-1]
+        decoder_step.DecoderStep, "_build", lambda own, *args: made.append(own) or build(own, *args)
     )
     check(case, dtype, steps, blocks=blocks, counts=counts)
-    assert seen[-len(splits) :] == [(split, keys.bit_length() - 1) for split in splits]
+    (decoder,) = made
+    attention = decoder.phases[decoder.phases["kind"] == decoder_step.ATTEND]
+    seen = [(int(phase["split"]), int(phase["split_keys"])) for phase in attention]
+    assert seen == [(split, keys.bit_length() - 1) for split in splits]
 
 
 def test_shares_of_another_step_are_not_used(monkeypatch):

@@ -104,6 +104,28 @@ def test_groups_of_rows(count, head_dim, group, shift):
     assert decoder.logits.shape[0] == group << shift
 
 
+@pytest.mark.parametrize("count, heads, room, polled", [
+    (1, 12, 256, True), (4, 12, 256, True), (5, 12, 256, False),  # 768 columns
+    (4, 20, 256, True), (5, 20, 256, False), (8, 25, 256, True), (9, 25, 256, False),
+    (1, 12, 257, False), (1, 25, 257, False),  # blocks share keys
+    (5, 25, 1024, True),  # too many rows for that
+])  # fmt: skip
+def test_which_steps_wait_for_numbers(count, heads, room, polled):
+    size = {"d_model": 64 * heads, "heads": heads, "layers": 1, "inner": 32, "block": 1024}
+    case = Case(count, 1, size, room=room)
+    with launches_on(replace(GPUS["9.0"], multiprocessors=132)):
+        search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
+        assert search.decoder().polled == polled
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_sums_that_are_normalised_wait_for_barriers(norm):
+    case = Case(1, 1, {"norm": norm})
+    with launches_on(GPUS["9.0"]):
+        search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
+        assert search.decoder().polled == (norm == "pre")
+
+
 @pytest.mark.parametrize("count, heads, head_dim, room, split", [
     (1, 12, 64, 256, 0), (1, 12, 64, 257, 3), (1, 12, 64, 1024, 3), (1, 12, 64, 8192, 3),
     (2, 12, 64, 4096, 2), (3, 12, 64, 2048, 1), (4, 12, 64, 2048, 1), (5, 12, 64, 1024, 0),
@@ -272,7 +294,7 @@ def test_blocks_share_keys(gpu, counts, head_dim):
             for each in (exact, by_ops, search):
                 each.advance()
         found = decoder().copy()
-        assert bits(decoder()) == bits(found)
+        assert bits(decoder()) == bits(found) and not decoder._barrier.any()
         logits = (found, by_ops.by_ops(), exact.by_ops())
         assert_as_accurate(*(host(x)[:, :1000] for x in logits))
     with pytest.MonkeyPatch.context() as patch:
@@ -333,16 +355,22 @@ def test_polled_numbers_are_those_of_barriers(gpu, rows, width, heads, inner, dt
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-def test_repeated_steps_have_the_same_bits(gpu, rows):
+def test_repeated_steps_have_the_same_bits(gpu, rows, monkeypatch):
     """Also where some warps have no piece of a unit's last stage, and arrive before the others."""
     wide = {"d_model": 1600, "heads": 25, "layers": 1, "inner": 6400}
     (search,) = searches(gpu, Case(rows, 1, wide), BFLOAT16, BFLOAT16)
+    handed, hand = [], decoder_step.DecoderStep._handed
+    monkeypatch.setattr(
+        decoder_step.DecoderStep, "_handed", lambda *args: handed.append(hand(*args)) or handed[-1]
+    )
     decoder, states = search.decoder(), []
     decoder.pack()
     for _ in range(30):
         decoder()
-        held = [] if decoder.polled else decoder._arrays.values()  # those are zeros in turn
-        states.append([bits(x[:rows]) for x in (decoder.logits, *held)])
+        rows_of = [x if decoder.polled else x[:rows] for x in handed]
+        states.append([bits(x) for x in (decoder.logits[:rows], *rows_of)])
+        if decoder.polled:
+            decoder()  # clears what the launch before it wrote
     assert all(state == states[0] for state in states)
 
 

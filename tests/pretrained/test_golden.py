@@ -24,13 +24,11 @@ def test_results_are_those_of_transformers(folder):
     if "images" in expected:
         check_images(gpuattn.load_pretrained(folder, device="numpy"), **expected)
         return
-    names = "tokens", "types", "lengths", "target"
-    given = {n: expected.pop(n).astype(np.int32) for n in names if n in expected}
+    given = inputs_of(expected)
     assert given["tokens"].shape[1] == json.loads((folder / "config.json").read_text()).get(
         "n_positions", 11
     )
-    lengths = np.full(3, 11) if "target" in given else given.get("lengths", np.full(3, 11))
-    real = np.arange(11) < lengths[:, None]
+    real = real_tokens(given)
     model, tokens = gpuattn.load_pretrained(folder, device="numpy"), given.pop("tokens")
     with model.evaluating():
         if "logits" in expected:
@@ -46,6 +44,18 @@ def test_results_are_those_of_transformers(folder):
                 np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-5)
 
 
+def inputs_of(expected):
+    """Take the integer arrays that a model of texts is given from ``expected``."""
+    names = "tokens", "types", "lengths", "target"
+    return {n: expected.pop(n).astype(np.int32) for n in names if n in expected}
+
+
+def real_tokens(given):
+    """Return where tokens are no padding, bool (3, 11)."""
+    lengths = np.full(3, 11) if "target" in given else given.get("lengths", np.full(3, 11))
+    return np.arange(11) < lengths[:, None]
+
+
 def check_images(model, images, logits=None, states=None):
     with model.evaluating():
         found = model.states(images) if logits is None else model.logits(images)
@@ -59,20 +69,19 @@ NEAR = 0.03  # two roundings of a logit of up to 4 in bfloat16: either of two ma
 @pytest.mark.parametrize("folder", LABELLED, ids=lambda path: path.name)
 def test_the_best_token_in_bfloat16_is_that_of_transformers(xp, folder):
     """On a GPU by the kernels for 16 bits. Where the two best are near each other, either is."""
-    given = dict(np.load(folder / "expected.npz"))
+    expected = dict(np.load(folder / "expected.npz"))
     device = "numpy" if xp is np else "cuda"
     model = gpuattn.load_pretrained(folder, dtype="bfloat16", device=device)
-    want = given.pop("logits")
-    names = {"tokens", "types", "lengths", "target"} & given.keys()
-    inputs = {name: xp.asarray(given[name].astype(np.int32)) for name in names}
+    given, want = inputs_of(expected), expected["logits"]
+    inputs = {name: xp.asarray(values) for name, values in given.items()}
     with model.evaluating():
-        if "images" in given:
-            found = model.logits(xp.asarray(given["images"].astype(BFLOAT16)))
+        if "images" in expected:
+            found = model.logits(xp.asarray(expected["images"].astype(BFLOAT16)))
         else:
             found = model.logits(inputs.pop("tokens"), **inputs)
     found = to_cpu(found.data).astype(np.float32)[..., : want.shape[-1]]
-    if want.ndim == 3 and "target" not in names and "lengths" in names:
-        real = np.arange(want.shape[1]) < given["lengths"][:, None]
+    if want.ndim == 3:  # of tokens, not of texts or images
+        real = real_tokens(given)
         found, want = found[real], want[real]
     second, first = np.moveaxis(np.sort(want, -1)[..., -2:], -1, 0)
     near = first - second < NEAR
