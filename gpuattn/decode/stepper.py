@@ -108,6 +108,9 @@ class Hypothesis(NamedTuple):
     ended: bool
 
 
+_hypothesis = functools.partial(tuple.__new__, Hypothesis)  # a third less time than its own
+
+
 @functools.lru_cache(4)
 def _integers(count):
     return np.array(range(count), object)
@@ -141,10 +144,11 @@ def hypotheses_of(
     counts, *others = (x.ravel().tolist() for x in known)  # one call each
     longest = max(counts, default=0)
     tokens = token_lists(texts[:count].reshape(count * n, room)[:, :longest], vocab)
-    for text, length in zip(tokens, counts, strict=True):
-        del text[length:]
-    found = list(map(Hypothesis, tokens, *others))
-    groups = [found[i : i + n] for i in range(0, count * n, n)]
+    if min(counts, default=0) < longest:
+        for text, length in zip(tokens, counts, strict=True):
+            del text[length:]
+    found = list(map(_hypothesis, zip(tokens, *others, strict=True)))
+    groups = list(map(list, zip(*[iter(found)] * n, strict=True)))
     if -math.inf in others[0]:
         return [[text for text in group if text.score != -math.inf] for group in groups]
     return groups

@@ -82,6 +82,7 @@ class TranslationSearch(Packed):
         )  # fmt: skip
         self.eos = xp.asarray(options.eos, np.int32)
         self._inputs = Inputs(like, self._sizes(most))
+        self._each = np.arange(most[1], dtype=np.int32)
         own = self.beams, self.caches, self.memory, self.memory_lengths
         self.decoder = step_of(model, *own, batch_invariant=batch_invariant)
 
@@ -108,32 +109,36 @@ class TranslationSearch(Packed):
         shape = rounded(count, self.sentences, 1), _token_room(total), longest
         self.shape = shape = self._fixed or shape
         entries, room, longest = shape
-        self._inputs.begin()
-        host, sizes = self._inputs.host, self._sizes(shape)
-        most, known, forced, places, starts, bounds, tokens, positions = parts(host, sizes)
-        most[:], known[:] = 0 if slots is None else -1, 1
-        at = np.arange(count) if slots is None else np.asarray(slots)
-        own = np.array(lengths, np.int32)
-        most[at], known[at] = limits, own
-        forced[:] = -1
-        for slot, prefix in zip(at, prefixes if forced.size else (), strict=False):
-            forced.reshape(self.rules.prefix.shape)[slot, : len(prefix)] = prefix
+        most, known, forced, places, starts, bounds, tokens, positions = self._inputs.begin(
+            self._sizes(shape)
+        )
+        most.fill(0 if slots is None else -1)
+        known.fill(1)
+        at = places[:count]
+        at[:] = range(count) if slots is None else slots
+        places[count:], starts[count:] = at[0], 0  # unused entries write the same as the first one
+        most[at] = limits
+        known[at] = own = np.array(lengths, np.int32)
+        if forced.size:
+            forced.fill(-1)
+            for slot, prefix in zip(at, prefixes, strict=False):
+                forced.reshape(self.rules.prefix.shape)[slot, : len(prefix)] = prefix
         bounds[0], bounds[count:] = 0, total
         own.cumsum(out=bounds[1 : count + 1])
-        ends = bounds[entries + 1 :]  # of sequences past the entries, which hold the padding
-        np.minimum(np.arange(1, len(ends) + 1) * longest + total, room, out=ends)
-        places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
-        places[:count], starts[:count] = at, bounds[:count]
+        starts[:count] = bounds[:count]
+        if room > total:  # sequences past the entries hold the padding
+            ends = np.arange(1, len(bounds) - entries, dtype=np.int32)
+            np.minimum(ends * longest + total, room, out=bounds[entries + 1 :])
+            tokens[total:] = 0
         marked: list[int] = []
         mark = [self.model.config.eos]
         for source in sources:
             marked += source
             marked += mark
-        tokens[:total], tokens[total:] = joined([marked]), 0
+        tokens[:total] = joined([marked])
         begins = bounds[:-1]
-        own_begins = begins.repeat(bounds[1:] - begins)
-        np.subtract(np.arange(room, dtype=np.int32), own_begins, out=positions)
-        self._inputs.send(sizes)
+        np.subtract(self._each[:room], begins.repeat(bounds[1:] - begins), out=positions)
+        self._inputs.send()
 
     def _sizes(self, shape):
         """Return how many integers there are of: limits, source lengths and prefixes by slot; slots
@@ -199,9 +204,11 @@ class TranslationSearch(Packed):
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int]
     ) -> list[list[Hypothesis]]:
         """Return what was found in ``slots``; ``read``: copies of ``results``."""
-        (packed,), at = read, np.asarray(slots)
-        known = unpacked_texts(packed, self.sentences, self.options.nbest)
-        texts, lengths, scores, normalised = (x[at] for x in known)
+        (packed,) = read
+        found = unpacked_texts(packed, self.sentences, self.options.nbest)
+        if slots != list(range(len(slots))):
+            found = tuple(x[np.asarray(slots)] for x in found)
+        texts, lengths, scores, normalised = found
         vocab = self.model.config.vocab
         return hypotheses_of(texts, lengths, scores, normalised, limits, vocab=vocab)
 

@@ -48,9 +48,9 @@ class Engine:
     with the reason where steps cannot be CUDA graphs or the search cannot run on the device; by
     default it warns. The parameters may change, in place too, while no request runs.
 
-    ``fixed_weights``: parameters keep their values while the engine is used. What a step needs of
-    them in another order is then copied once, not in each call, and the beginnings of prompts whose
-    keys and values are known stay known from call to call, while there is room for them.
+    ``fixed_weights``: parameters keep their values while the engine is used. They are then packed
+    for its steps once, not in each call, and the beginnings of prompts whose keys and values are
+    known stay known from call to call, while there is room for them.
 
     ``batch_invariant``: the tokens and scores of a text are the same bits whatever runs with it,
     and in any order: alone, in a full batch, in a slot that others had. They then depend on the

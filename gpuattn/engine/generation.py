@@ -147,9 +147,9 @@ class Generation(Packed):
         at = np.arange(len(prompts)) if slots is None else np.asarray(slots)
         prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
         self.shape = self._plan(prompts, limits, at)
-        self._inputs.begin()
-        sizes = self._sizes(self.shape)
-        last, positions, most, own, words, chosen, *before = parts(self._inputs.host, sizes)
+        last, positions, most, own, words, chosen, *before = self._inputs.begin(
+            self._sizes(self.shape)
+        )
         most[:] = 0 if slots is None else -1
         for x in (last, positions, own):
             x[:] = 0
@@ -162,7 +162,7 @@ class Generation(Packed):
         words[at] = [_words(key) for key in (keys[:1] if alike else keys)]
         chosen[:], chosen[: len(at)] = at[0], at
         self._write_prompts(prompts, at, before)
-        self._inputs.send(sizes)
+        self._inputs.send()
 
     def _sizes(self, shape):
         """Return how many integers there are of: last tokens, positions, limits, numbers and keys
@@ -253,10 +253,10 @@ class Generation(Packed):
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int] = ()
     ) -> list[list[Hypothesis]]:
         """Return the texts in ``slots``, a list of one each; ``read``: copies of ``results``."""
-        at = np.asarray(slots)
-        tokens, *others = (x[at] for x in read)
-        lengths, scores, ended = (x.tolist() for x in others)
-        texts = token_lists(tokens[:, : max(lengths, default=0)], self.model.config.vocab)
+        at, (tokens, *others) = np.asarray(slots), read
+        lengths, scores, ended = (x[at].tolist() for x in others)
+        tokens = tokens[:, : max(lengths, default=0)][at]
+        texts = token_lists(tokens, self.model.config.vocab)
         for text, length in zip(texts, lengths, strict=True):
             del text[length:]
         return [
@@ -283,7 +283,7 @@ class Generation(Packed):
             self._ruled(logits), keys=texts.keys, numbers=self.numbers, banned=self.banned,
             vocab_size=self.model.config.vocab, **self.draws,
         )  # fmt: skip
-        text_update(*drawn, texts, eos=self.eos)
+        text_update(*drawn, texts, eos=self.eos, settled=True)
 
     def _ruled(self, logits):
         """Return the logits with the bans and penalties that texts bring."""

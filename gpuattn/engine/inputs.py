@@ -13,6 +13,7 @@ import numpy as np
 from gpuattn.arrays import empty_pinned, get_xp, import_cupy, on_gpu
 
 ALIGNED = 64  # integers: 256 bytes
+HOST_TO_DEVICE = 1  # cudaMemcpyKind
 FIXED_TOKENS = 2048  # of sources or prompts that are computed together, where that is fixed
 
 
@@ -28,6 +29,8 @@ class Inputs:
         self.device = get_xp(like).zeros(size, np.int32)
         self.host = np.zeros(size, np.int32)
         self._sent: Any = None
+        self._known: dict[tuple[int, ...], tuple[list[np.ndarray], int]] = {}
+        self._used = 0
         if on_gpu(like):
             self.host = empty_pinned(size, np.int32)
 
@@ -37,19 +40,31 @@ class Inputs:
             with contextlib.suppress(Exception):
                 self._sent.synchronize()
 
-    def begin(self) -> None:
-        """Wait until what was sent has arrived, so that ``host`` may be written."""
+    def begin(self, sizes: tuple[int, ...]) -> list[np.ndarray]:
+        """Return parts of ``host`` of these sizes, to be written, once what was sent has arrived.
+
+        They hold what was written last.
+        """
+        if sizes not in self._known:
+            self._known[sizes] = parts(self.host, sizes), _offsets(sizes)[-1]
+        found, self._used = self._known[sizes]
         if self._sent is not None:
             self._sent.synchronize()
+        return found
 
-    def send(self, sizes: Sequence[int]) -> None:
-        """Copy the parts of these sizes to the device, in the order of the current stream."""
-        used = _offsets(sizes)[-1]
-        if on_gpu(self.device):
-            self.device[:used].set(self.host[:used])
-            self._sent = import_cupy().cuda.get_current_stream().record()
-        else:
+    def send(self) -> None:
+        """Copy the parts that ``begin`` returned to the device, in the order of the stream."""
+        used = self._used
+        if not on_gpu(self.device):
             self.device[:used] = self.host[:used]
+            return
+        cuda = import_cupy().cuda
+        stream, size = cuda.get_current_stream(), used * self.host.itemsize
+        ends = self.device.data.ptr, self.host.ctypes.data
+        cuda.runtime.memcpyAsync(*ends, size, HOST_TO_DEVICE, stream.ptr)
+        if self._sent is None:
+            self._sent = cuda.Event(disable_timing=True)
+        self._sent.record(stream)
 
 
 def portions(lengths: Sequence[int], most: int, tokens: int) -> list[list[int]]:

@@ -153,8 +153,7 @@ class LookupSearch:
     def load(self, rows: Sequence[Sequence[int]], starts: Sequence[int], width: int) -> None:
         """Copy the next tokens of texts, which begin at ``starts``, and zeros up to ``width``."""
         self.width = width
-        self._inputs.begin()
-        begins, counts, rows_at, tokens, positions = parts(self._inputs.host, self._sizes(width))
+        begins, counts, rows_at, tokens, positions = self._inputs.begin(self._sizes(width))
         begins[:], tokens[:] = 0, 0
         begins[: len(starts)] = starts
         counts[:], rows_at[:] = begins + width, np.arange(self.texts) * width
@@ -163,7 +162,7 @@ class LookupSearch:
         # those past the block are of proposals that come too late: they are not taken
         places = np.minimum(begins[:, None] + np.arange(width), self._most)
         positions.reshape(places.shape)[:] = places
-        self._inputs.send(self._sizes(width))
+        self._inputs.send()
 
     def read(self) -> None:
         """Compute the keys of the loaded prompts."""

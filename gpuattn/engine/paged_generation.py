@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuattn.arrays import on_gpu
 from gpuattn.engine.generation import Generation
-from gpuattn.engine.inputs import Inputs, parts, rounded
+from gpuattn.engine.inputs import Inputs, rounded
 from gpuattn.engine.paged_cache import HostReads, PagedCache, PromptReads, Reach
 from gpuattn.engine.pages import PAGE, SlotPages, pages_of
 from gpuattn.engine.steps.row_step import is_one_launch
@@ -79,9 +79,9 @@ class PagedGeneration(Generation):
     def _new_caches(self, like):
         self._joined: set[int] = set()  # slots whose texts are loaded next
         shape = self.pages.table.shape
-        self._table = Inputs(like, [shape[0] * shape[1]])
-        (table,) = parts(self._table.device, [shape[0] * shape[1]])
-        self._tables = table.reshape(shape)
+        size = shape[0] * shape[1]
+        self._table = Inputs(like, (size,))
+        self._tables = self._table.device[:size].reshape(shape)
         own = [layer.attention for layer in self.model.layers]
         count = self.pages.pool.count
         return [PagedCache(like, self.texts, self._tables, count, x) for x in own]
@@ -90,9 +90,9 @@ class PagedGeneration(Generation):
         """Let kernels read the table as it is now."""
         if not self.pages.changed:
             return
-        self._table.begin()
-        self._table.host[: self.pages.table.size] = self.pages.table.ravel()
-        self._table.send([self._tables.size])
+        (host,) = self._table.begin((self._tables.size,))
+        host[:] = self.pages.table.ravel()
+        self._table.send()
         if not on_gpu(self._tables):
             reads = HostReads(self.pages)
             for cache in self.caches:

@@ -87,7 +87,11 @@ class Searches:
 
     def event(self) -> Any:
         """Return an event behind the work of the current stream; None on NumPy."""
-        return self._stream and import_cupy().cuda.get_current_stream().record()
+        if self._stream is None:
+            return None
+        event = import_cupy().cuda.Event(disable_timing=True)
+        event.record()
+        return event
 
     @contextlib.contextmanager
     def on_stream(self, *events: Any) -> Iterator[None]:

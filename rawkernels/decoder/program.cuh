@@ -51,7 +51,7 @@ constexpr int UNITS = ROWS == 8 ? 4 : 2;                        // whose sums a 
 // How many stages of weights are loaded at a time: 32 KB, which are one stage, with 32 rows two. More would delay the barrier
 // of the grid, see copy_weights; of 1, 2, 3 and 6 stages of 32 KB one was the fastest.
 constexpr int LOADING = 32768 / STAGE_BYTES;
-constexpr int STATES = ROWS == 8 && !POLLED ? 3 : 2;                       // stages of states in registers
+constexpr int STATES = ROWS == 8 && !POLLED ? 3 : 2;            // stages of states in registers
 constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
 constexpr int PARTIAL = WARPS * TILE * PITCH;                   // partial sums of a unit, in floats
 constexpr int PHASES = 4;                                       // in shared memory

@@ -145,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) __cluster_dims__(CLUSTER,
     __syncthreads();
     whole = warp_join(of_warp, WARPS);
     cluster_wait();  // all blocks have started
+    grid_launch_dependents();
     if (me < CLUSTER) send(exchange.parts[rank], {whole.peak, whole.sum}, bar(PARTS), me);
     if (me < CLUSTER * groups) {
         const int group = me & (groups - 1);
@@ -300,8 +301,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) __cluster_dims__(CLUSTER,
             }
         }
     }
-
-    grid_launch_dependents();
 
     // Sample: find the block whose part holds the target, then its warp, vector and token.
     const Kept kept(weight, cut, min_p);

@@ -1,8 +1,12 @@
 // The update after sample_tokens: each text takes its token, and may be done.
+// Constants: SETTLED = 0, 1
 // Launch:    grid = (ceil(texts / BLOCK),), block = (BLOCK,). One thread per text.
 //            text_start: the same.
 //            dependent: text_update
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+//
+// With SETTLED the launch before text_update writes none of the state, which is loaded beside it: whatever wrote that is over
+// when a launch that has waited lets text_update start.
 #include "common/grid_dependency.cuh"
 
 constexpr int BLOCK = 128;
@@ -25,20 +29,26 @@ extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
     int texts,
     int room,
     int marks) {
-    grid_dependency_wait();
+    if (!SETTLED) grid_dependency_wait();
     const int i = blockIdx.x * BLOCK + threadIdx.x;
-    if (i >= texts || done[i]) return;
-    const int token = chosen[i], step = lengths[i];
+    const bool going = i < texts && !done[i];
+    int step = 0, limit = 0, position = 0, draw = 0;
+    float score = 0;
+    if (going) step = lengths[i], limit = limits[i], position = positions[i], draw = keys[i].w, score = scores[i];
+    if (SETTLED) grid_dependency_wait();
+    if (!going) return;
+    const int token = chosen[i];
+    const float logprob = logprobs[i];
     bool ends = false;
     for (int e = 0; e < marks; ++e) ends |= token == eos[e];
-    const bool stays = !ends && logprobs[i] != NEG_INF;
-    scores[i] += logprobs[i];
+    const bool stays = !ends && logprob != NEG_INF;
+    scores[i] = score + logprob;
     history[(long long)i * room + step] = token;
     lengths[i] = step + stays;
     ended[i] = ends;
-    if (stays && step + 1 < limits[i]) {
+    if (stays && step + 1 < limit) {
         tokens[i] = token;
-        ++positions[i], ++key_counts[i], ++keys[i].w;
+        positions[i] = position + 1, key_counts[i] = position + 2, keys[i].w = draw + 1;
     } else {
         done[i] = true;
         atomicAdd(live, -1);

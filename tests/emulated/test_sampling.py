@@ -143,8 +143,9 @@ def test_texts_of_several_pieces(beam, room):
     np.testing.assert_array_equal(texts[used], wanted[used])
 
 
+@pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("marks", [[], [2], [2, 7, 4]])
-def test_text_update(marks):
+def test_text_update(marks, settled):
     rng, eos = np.random.default_rng(0), np.array(marks, np.int32)
     limits = rng.integers(0, 7, 150).astype(np.int32)
     first = np.arange(150, dtype=np.int32)
@@ -154,7 +155,7 @@ def test_text_update(marks):
         tokens = rng.integers(0, 9, 150).astype(np.int32)
         logprobs = np.where(rng.random(150) < 0.05, -np.inf, -rng.random(150)).astype(np.float32)
         with emulated(3):
-            text_update(tokens, logprobs, both[0], eos=eos, impl="raw-simt")
+            text_update(tokens, logprobs, both[0], eos=eos, settled=settled, impl="raw-simt")
         text_update(tokens, logprobs, both[1], eos=eos, impl="reference")
         for one, other in zip(*(texts.arrays() for texts in both), strict=True):
             np.testing.assert_array_equal(one, other)

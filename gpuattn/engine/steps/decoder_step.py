@@ -322,8 +322,6 @@ class DecoderStep:
         record = self._records.make(PHASE, kind=kind, rotation=self._rotation, **fields)
         self._phases.append(record)
 
-    # ---- arrays ---------------------------------------------------------------------------------
-
     def _polls(self, layer, cache, memory):
         """Return whether blocks wait for numbers: few rows, no shares of keys, pre-norm."""
         width, heads = layer.attention.out.weight.shape[0], layer.attention.heads
@@ -331,6 +329,8 @@ class DecoderStep:
         rooms = [cache.k.shape[1], *(keys.shape[1] for keys, _ in (memory or ())[:1])]
         shares = any(self._split(heads, room)[0] for room in rooms)
         return self.count <= most and layer.pre_norm and not shares
+
+    # ---- arrays ---------------------------------------------------------------------------------
 
     def _handed(self, name, width):
         """Return an array that a phase hands on: the one of this name, if polled one of its own."""

@@ -14,7 +14,7 @@ from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 
-NAME = "text_update"
+NAME, FILE = "text_update", "sampling/text_update.cu"  # text_start does not depend on SETTLED
 BLOCK = 128
 
 
@@ -55,7 +55,7 @@ class Texts:
         """
         if on_gpu(self.scores):
             state = (getattr(self, name) for name in self.NAMES[:-1])
-            kernel("sampling/text_update.cu", "text_start")(
+            kernel(FILE, "text_start", SETTLED=1)(
                 (-(-self.sentences // BLOCK),), (BLOCK,), tokens, positions, limits, keys, *state,
                 self.sentences,
             )  # fmt: skip
@@ -77,18 +77,20 @@ class Texts:
 
 @op
 def text_update(
-    chosen: Any, logprobs: Any, texts: Texts, *, eos: Any, impl: str | None = None
-) -> Call[None]:
+    chosen: Any, logprobs: Any, texts: Texts, *, eos: Any, settled: bool = False,
+    impl: str | None = None,
+) -> Call[None]:  # fmt: skip
     """Append ``chosen`` (S,) int32 to ``texts``, in place. Returns None.
 
     ``logprobs``: float32 (S,), of the tokens. A text is done with one of the tokens ``eos``, int32
     (E,), with a log-probability of -inf, and at its limit; then it stays as it is. Nothing is read
-    back. Raises ValueError for shapes that do not fit.
+    back. ``settled``: that the launch before wrote nothing of ``texts``, so this one may read it
+    beside that. Raises ValueError for shapes that do not fit.
     """
     for name, x in (("chosen", chosen), ("logprobs", logprobs)):
         if x.shape != (texts.sentences,):
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, (texts.sentences,)))
-    return Call(IMPLS, (chosen, logprobs, eos, *texts.arrays()), impl)
+    return Call(IMPLS, (chosen, logprobs, eos, *texts.arrays()), impl, settled=settled)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -96,7 +98,7 @@ def text_update(
 
 def _reference(
     chosen, logprobs, eos, scores, tokens, positions, key_counts, keys, lengths, limits, done,
-    ended, live, history, *, needs,
+    ended, live, history, *, needs, settled,
 ):  # fmt: skip
     xp, going, ends = get_xp(scores), ~done, (chosen[:, None] == eos).any(-1)
     each, step = xp.arange(len(scores)), xp.minimum(lengths, history.shape[1] - 1)
@@ -121,9 +123,9 @@ def _refuse_raw(chosen, logprobs, *_, **__):
     return kernel_refusal(logprobs, "logprobs")
 
 
-def _raw(chosen, logprobs, eos, *state, needs):
+def _raw(chosen, logprobs, eos, *state, needs, settled):
     texts, room = state[-1].shape
-    kernel("sampling/text_update.cu", NAME)(
+    kernel(FILE, NAME, SETTLED=int(settled))(
         (-(-texts // BLOCK),), (BLOCK,), chosen, logprobs, eos, *state, texts, room, len(eos)
     )
     return None, None

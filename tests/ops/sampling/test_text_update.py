@@ -58,7 +58,8 @@ def test_a_start_on_a_gpu_leaves_the_state_of_one_on_numpy(gpu):
             np.testing.assert_array_equal(there, here, err_msg=name)
 
 
-def test_both_implementations_leave_the_same_state(gpu):
+@pytest.mark.parametrize("settled", [False, True])
+def test_both_implementations_leave_the_same_state(gpu, settled):
     rng = np.random.default_rng(0)
     limits = rng.integers(0, 7, 300).tolist()
     both = [begun(gpu, limits) for _ in range(2)]
@@ -66,7 +67,8 @@ def test_both_implementations_leave_the_same_state(gpu):
         tokens = gpu.asarray(rng.integers(0, 9, 300), np.int32)
         logprobs = np.where(rng.random(300) < 0.05, NONE, -rng.random(300))
         for texts, impl in zip(both, ("raw-simt", "reference"), strict=True):
-            text_update(tokens, gpu.asarray(logprobs, np.float32), texts, eos=marks(gpu), impl=impl)
+            figures = gpu.asarray(logprobs, np.float32)
+            text_update(tokens, figures, texts, eos=marks(gpu), settled=settled, impl=impl)
         for one, other in zip(*(texts.arrays() for texts in both), strict=True):
             assert to_cpu(one).tobytes() == to_cpu(other).tobytes()
     assert int(both[0].live[0]) == 0
