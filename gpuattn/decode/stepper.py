@@ -108,7 +108,8 @@ class Hypothesis(NamedTuple):
     ended: bool
 
 
-_hypothesis = functools.partial(tuple.__new__, Hypothesis)  # a third less time than its own
+# makes a Hypothesis of its four fields in a third less time: that of a NamedTuple is a Python call
+_hypothesis = functools.partial(tuple.__new__, Hypothesis)
 
 
 @functools.lru_cache(4)
@@ -148,7 +149,7 @@ def hypotheses_of(
         for text, length in zip(tokens, counts, strict=True):
             del text[length:]
     found = list(map(_hypothesis, zip(tokens, *others, strict=True)))
-    groups = list(map(list, zip(*[iter(found)] * n, strict=True)))
+    groups = [found[i : i + n] for i in range(0, count * n, n)]
     if -math.inf in others[0]:
         return [[text for text in group if text.score != -math.inf] for group in groups]
     return groups
