@@ -181,13 +181,17 @@ def test_starts_between_updates():
 
 
 @pytest.mark.parametrize("lengths", [None, store_cases.LENGTHS], ids=["whole", "lengths"])
+@pytest.mark.parametrize("blocks", [8, 4, 1])
 @pytest.mark.parametrize("name", store_cases.CASES)
-def test_store_rows(name, lengths):
+def test_store_rows(name, lengths, blocks):
+    """``blocks``: of each of three multiprocessors, at least; with few of them blocks have several
+    rows, and last ones fewer."""
     tables, sources, starts, places, count = store_cases.problem(name)
     want = store_cases.expected(tables, sources, starts, places, count, lengths)
     pairs = [(gpu(t), gpu(s)) for t, s in zip(tables, sources, strict=True)]
     machine = emulator.Machine(1, multiprocessors=3)
     stand_ins = {"kernel": machine.kernel, "on_gpu": lambda _: True}
+    stand_ins |= {"gpu": lambda _: machine.gpu, "BLOCKS": blocks}
     with mock.patch.multiple(store_module, **stand_ins):
         store_rows(pairs, starts, places, count, lengths)
     for found, wanted in zip(tables, want, strict=True):

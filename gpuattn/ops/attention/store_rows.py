@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpuattn.arrays import on_gpu
+from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.errors import problem
 from gpuattn.typing import Array
 
 NAME = "store_rows"
-BLOCK, MOST_PAIRS = 128, 24
+BLOCK, EACH, MOST_PAIRS = 128, 8, 24  # EACH: loads of 16 bytes that a thread has under way
+BLOCKS = 8  # of a multiprocessor, at least, if there are as many rows
 COPY = np.dtype(
     [
         *((name, np.uint64) for name in ("table", "source")), ("step", np.int64),
@@ -49,9 +51,12 @@ def store_rows(
             some = pairs[first : first + MOST_PAIRS]
             copies = np.zeros(MOST_PAIRS, COPY)
             copies[: len(some)] = [_copy(*pair) for pair in some]
+            words = _words(copies[: len(some)])
+            least = BLOCKS * gpu(pairs[0][0].device.id).multiprocessors
+            each = _rows_of_block(len(some) * words, count, len(starts), least)
             kernel("attention/cache/store_rows.cu", NAME)(
-                (len(starts), count), (BLOCK,), copies.view(f"V{copies.nbytes}"), starts, places,
-                lengths, len(some), _words(copies[: len(some)]),
+                (len(starts), -(-count // each)), (BLOCK,), copies.view(f"V{copies.nbytes}"),
+                starts, places, lengths, len(some), words, count, each,
             )  # fmt: skip
         return
     rows = np.arange(count)
@@ -74,3 +79,13 @@ def _words(copies):
     size, names = int(copies["bytes"][0]), ("table", "source", "step", "bytes")
     aligned = not any((copies[name] % 16).any() for name in names)
     return size // 16 if aligned and (copies["bytes"] == size).all() else 0
+
+
+def _rows_of_block(loads, count, entries, least):
+    """Return how many of ``count`` rows a block copies: about as many as give threads EACH loads.
+
+    ``loads``: of a row of all arrays; 0 if elements are copied one by one, which takes one row.
+    ``least``: blocks of the grid, if there are as many rows.
+    """
+    most = min(EACH * BLOCK // loads, entries * count // least, count) if loads else 1
+    return -(-count // -(-count // most)) if most > 1 else 1  # parts of about the same size
