@@ -26,7 +26,7 @@ CTYPES = {
 }  # names in common/types.cuh
 LOWEST = {dtype: float(np.finfo(dtype).min) for dtype in (FLOATS[0], FLOATS[3])}
 ARRAYS = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
-DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
+HOST_TO_DEVICE, DEVICE_TO_DEVICE = 1, 3  # cudaMemcpyKind
 MAX_THREADS = 4  # of for_each; BLAS has its own threads
 rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "gpuattn_rehearsing", default=False

@@ -58,8 +58,7 @@ class _SideStream:
     def end(self, reads, addresses):
         """End a block of work, which reads memory that ``reads`` keep alive and writes to these
         addresses; return that of the current stream."""
-        event = self.cupy.cuda.Event(disable_timing=True)
-        event.record(self.stream)
+        event = self.stream.record(self.cupy.cuda.Event(disable_timing=True))
         self.running.append((event, reads, addresses))
         return self.current.ptr
 

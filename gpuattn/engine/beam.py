@@ -207,7 +207,8 @@ class TranslationSearch(Packed):
         (packed,) = read
         found = unpacked_texts(packed, self.sentences, self.options.nbest)
         if slots != list(range(len(slots))):
-            found = tuple(x[np.asarray(slots)] for x in found)
+            rows = np.asarray(slots)
+            found = tuple(x[rows] for x in found)
         texts, lengths, scores, normalised = found
         vocab = self.model.config.vocab
         return hypotheses_of(texts, lengths, scores, normalised, limits, vocab=vocab)

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import empty_pinned, get_xp, import_cupy, on_gpu
+from gpuattn.arrays import HOST_TO_DEVICE, empty_pinned, get_xp, import_cupy, on_gpu
 
 ALIGNED = 64  # integers: 256 bytes
-HOST_TO_DEVICE = 1  # cudaMemcpyKind
 FIXED_TOKENS = 2048  # of sources or prompts that are computed together, where that is fixed
 
 
@@ -43,7 +42,7 @@ class Inputs:
     def begin(self, sizes: tuple[int, ...]) -> list[np.ndarray]:
         """Return parts of ``host`` of these sizes, to be written, once what was sent has arrived.
 
-        They hold what was written last.
+        They hold what was written last if that was in the same sizes; else any of those integers.
         """
         if sizes not in self._known:
             self._known[sizes] = parts(self.host, sizes), _offsets(sizes)[-1]

@@ -89,9 +89,8 @@ class Searches:
         """Return an event behind the work of the current stream; None on NumPy."""
         if self._stream is None:
             return None
-        event = import_cupy().cuda.Event(disable_timing=True)
-        event.record()
-        return event
+        cuda = import_cupy().cuda
+        return cuda.get_current_stream().record(cuda.Event(disable_timing=True))
 
     @contextlib.contextmanager
     def on_stream(self, *events: Any) -> Iterator[None]:

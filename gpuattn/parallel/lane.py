@@ -73,9 +73,7 @@ class Lane:
         return self._seconds
 
     def _event_on(self, stream):
-        event = self._cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
+        return stream.record(self._cuda.Event(disable_timing=True))
 
 
 def record_in_graph(event: Any, stream: Any) -> None:

@@ -44,6 +44,10 @@ class _Stream:
     def wait_event(self, event):
         self.log.append((self.ptr, "waits for", event.name))
 
+    def record(self, event):
+        event.record(self)
+        return event
+
     def __enter__(self):
         return self
 

@@ -229,8 +229,11 @@ class Stream:
         graph, noted, self.capturing = Graph(noted), None, False
         return graph
 
-    def record(self):
-        return Event()
+    def record(self, event=None):
+        if event is None:
+            return Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event):
         self.waited.append(event)

@@ -60,7 +60,9 @@ class Stream:
         return Stream.capturing
 
     def record(self, event=None):
-        return Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def begin_capture(self):
         Stream.capturing = True

@@ -7,6 +7,7 @@ one persistent kernel for a model: Hazy Research, "Look Ma, No Bubbles!" (2025).
 ``rawkernels/decoder/decoder_step.cu``, ``pack_weights.cu``.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ class DecoderStep:
         self.like = like = model.parameters()[0].data
         xp, first = get_xp(like), layers_of(model)[0]
         self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
-        self.head_dim = first.attention.head_dim
+        self.head_dim, self._pre_norm = first.attention.head_dim, first.pre_norm
         sizes = GROUPS[self.head_dim]
         self.group = next((size for size in sizes if size >= self.count), sizes[-1])
         self.shift = (-(-self.count // self.group) - 1).bit_length()  # 1 << shift groups
@@ -198,9 +199,6 @@ class DecoderStep:
         translates = memory is not None
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
-        self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
-        sums = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2  # the peak and sum of each share
-        self._sums = arrays.zeros(self.like, sums, np.float32)
         places, states = table._positions(), self._handed("states", width)
         self._add(
             EMBED, outputs=rows, inputs=width, x=table.weight, weights=places,
@@ -305,7 +303,9 @@ class DecoderStep:
         assert not (x.shares and norm), "rows that are shares have no norm"
         if norm is not None:
             kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
-            fields = {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}
+            fields = {"norm": kind, "eps": norm.eps}
+            if not self._pre_norm:  # the next sum takes the row as it is normalised
+                fields["statistics_out"] = self._statistics
         if residual is not None:
             fields["residual"] = residual.states
             if residual.norm is not None:
@@ -331,6 +331,17 @@ class DecoderStep:
         return self.count <= most and layer.pre_norm and not shares
 
     # ---- arrays ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _statistics(self):
+        """The mean and 1 / deviation of rows whose normalised numbers are added up."""
+        return arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
+
+    @functools.cached_property
+    def _sums(self):
+        """The peak and sum of each share of keys."""
+        sizes = SHARED_WIDTH // self.head_dim, SHARED_ROWS, 2
+        return arrays.zeros(self.like, sizes, np.float32)
 
     def _handed(self, name, width):
         """Return an array that a phase hands on: the one of this name, if polled one of its own."""
