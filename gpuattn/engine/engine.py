@@ -187,14 +187,16 @@ class Engine:
         """
         arguments.check_model("generate", self.model, translates=False)
         options = arguments.sampling(eos, temperature, settings)
-        arrays = generation.checked(self.model, prompts, limits, options)
+        lengths = generation.check_lengths(self.model, prompts, limits, options)
         if speculate is not None:
             lookup.check(options, temperature, self.batch_invariant)
+            generation.read_tokens(self.model, prompts)
             return self._speculated(prompts, limits, options, speculate, tell)
         numbers = range(len(prompts)) if numbers is None else numbers
         key = rng.as_key(seed)
         # NumPy is faster in batches of one length, unless most of the prompts is computed once
         if not (self.on_gpu or self.batch_invariant or mostly_shared(prompts)):
+            generation.read_tokens(self.model, prompts)
             found = generation.on_host(self.model, prompts, limits, numbers, key, asdict(options))
             for i, text in enumerate(found):
                 if tell and text.tokens:
@@ -202,8 +204,8 @@ class Engine:
             return found
         results = [_no_text() for _ in prompts]
         order = [i for i, limit in enumerate(limits) if limit]
-        order.sort(key=lambda i: len(arrays[i]) + limits[i], reverse=True)
-        requests = [Request(arrays[i], limits[i], (), numbers[i], key, i) for i in order]
+        order.sort(key=lambda i: lengths[i] + limits[i], reverse=True)
+        requests = [Request(prompts[i], limits[i], (), numbers[i], key, i, False) for i in order]
 
         def say(request, tokens):
             tell(request.owner, tokens)
@@ -309,11 +311,21 @@ class Engine:
             said: list[tuple] = []
             note = (lambda *told: said.append(told)) if tell else None
             lane = Lane(search, scheduler, searches.run, tell=note, behind=int(self.on_gpu))
+
+            def add(count):
+                added = list(itertools.islice(left, count))
+                generation.read(self.model, added)
+                scheduler.extend(added, [request.limit for request in added])
+
+            unread = [len(one.tokens) for one in requests[:slots] if not one.read]
+            first = generation.opening(unread) if self.on_gpu else 0
+            for count in (first, slots - first) if first else ():
+                add(count)
+                with self._lock, searches.on_stream():
+                    lane.join()
             while True:
                 # the first texts start before the others are queued, of which some always wait
-                more = 2 * slots - scheduler.waiting if lane.busy else slots
-                added = list(itertools.islice(left, max(0, more)))
-                scheduler.extend(added, [request.limit for request in added])
+                add(max(0, 2 * slots - scheduler.waiting) if lane.busy else slots)
                 if not lane.busy:
                     return
                 with self._lock, searches.on_stream():

@@ -24,6 +24,7 @@ from gpuattn.engine.inputs import (
     rounded,
     token_mask,
 )
+from gpuattn.engine.lane import Request
 from gpuattn.engine.steps.packed import Packed
 from gpuattn.engine.steps.row_step import step_of
 from gpuattn.errors import problem
@@ -33,6 +34,8 @@ from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
 from gpuattn.rng import Key
 
+OPENING = 8192  # tokens of the prompts that begin first; with fewer products are slower
+LEAST_OPENINGS = 4  # times as many tokens in all, or all prompts begin together
 DRAWS = "temperature", "top_k", "top_p", "min_p"
 RULES = "eos", "min_length", "no_repeat_ngram", "repetition_penalty"
 
@@ -40,29 +43,63 @@ RULES = "eos", "min_length", "no_repeat_ngram", "repetition_penalty"
 def checked(
     model: Any, prompts: Sequence[Any], limits: Sequence[int], options: SampleOptions
 ) -> list[np.ndarray]:
-    """Return the prompts as int32 arrays, views of one.
+    """Return the prompts as ``read_tokens`` does; raises what ``check_lengths`` does as well."""
+    check_lengths(model, prompts, limits, options)
+    return read_tokens(model, prompts)
+
+
+def check_lengths(
+    model: Any, prompts: Sequence[Any], limits: Sequence[int], options: SampleOptions
+) -> list[int]:
+    """Return the lengths of the prompts.
 
     Raises ValueError for texts that do not fit into the model, and for banned or end tokens that it
-    lacks; IndexError for such tokens of a prompt; TypeError for what is no list of integers.
+    lacks; TypeError for what is no list.
     """
-    block, vocab = model.config.block, model.config.vocab
+    block = model.config.block
     lengths = checked_lengths("generate", "prompts", prompts, limits)
     for length, limit in zip(lengths, limits, strict=True):
         if length == 0 or limit < 0 or length - 1 + limit > block:
             got = f"{length} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
-    ids = _joined(prompts)
+    check_tokens(options, model.config.vocab, "generate")
+    return lengths
+
+
+def read_tokens(model: Any, prompts: Sequence[Any]) -> list[np.ndarray]:
+    """Return the prompts as int32 arrays, views of one.
+
+    Raises IndexError for tokens that the model lacks; TypeError for what is no integer.
+    """
+    ids, vocab = _joined(prompts), model.config.vocab
     if ids.dtype.kind not in "iuO":
         raise TypeError(problem("generate", "the dtype of prompts", ids.dtype, "integers"))
     for token in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= token < vocab:
             accepted = f"0 <= token < {vocab}"
             raise IndexError(problem("generate", "a prompt", f"holding {token}", accepted))
-    check_tokens(options, vocab, "generate")
-    ends = itertools.accumulate(lengths)
+    ends = itertools.accumulate(map(len, prompts))
     ids = ids.astype(np.int32, copy=False)
-    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    return [ids[end - len(one) : end] for one, end in zip(prompts, ends, strict=True)]
+
+
+def read(model: Any, requests: Sequence[Request]) -> None:
+    """Read the prompts of those requests that are not read yet; raises as ``read_tokens`` does."""
+    unread = [request for request in requests if not request.read]
+    found = read_tokens(model, [request.tokens for request in unread])
+    for request, tokens in zip(unread, found, strict=True):
+        request.tokens, request.read = tokens, True
+
+
+def opening(lengths: Sequence[int]) -> int:
+    """Return how many prompts of these ``lengths`` a GPU computes while the host reads the others.
+
+    0: all begin together, as they are short.
+    """
+    if sum(lengths) < LEAST_OPENINGS * OPENING:
+        return 0
+    return 1 << max(1, OPENING // max(lengths)).bit_length() - 1
 
 
 def _joined(prompts):

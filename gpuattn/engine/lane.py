@@ -20,7 +20,8 @@ class Request:
     tokens.
 
     ``prefix``: the tokens that a translation begins with. ``number``, ``key``: of a sampled text,
-    as of ``decode.sample.sample``. ``owner``: who asked.
+    as of ``decode.sample.sample``. ``owner``: who asked. ``read``: False for a prompt that is still
+    as it was given, see ``generation.read``.
     """
 
     tokens: Any
@@ -29,6 +30,7 @@ class Request:
     number: int = 0
     key: Key | None = None
     owner: Any = None
+    read: bool = True
 
 
 class Lane:
@@ -79,11 +81,15 @@ class Lane:
         if ended and (self._at_once or scheduler.joining() or len(ended) == len(scheduler.running)):
             self._reads.append((scheduler.release(), Reading(*search.results())))
         self._leave(ticket.slot for ticket in ended)
-        if joined := scheduler.admit(self._fits if search.pages else None):
-            self._begin(joined)
+        self.join()
         if not scheduler.running:
             self._looks.clear()
         return self._found()
+
+    def join(self) -> None:
+        """Let requests join, and queue what they begin with; ``turn`` does it as well."""
+        if joined := self.scheduler.admit(self._fits if self.search.pages else None):
+            self._begin(joined)
 
     # ---- pages of a PagedGeneration ----
 

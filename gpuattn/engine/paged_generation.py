@@ -13,6 +13,8 @@ from gpuattn.engine.paged_cache import HostReads, PagedCache, PromptReads, Reach
 from gpuattn.engine.pages import PAGE, SlotPages, pages_of
 from gpuattn.engine.steps.row_step import is_one_launch
 
+LEAST_EIGHTHS = 32  # prompts from which on seven eighths of them are a shape of their own
+
 
 def generation_of(
     model: Any, slots: int, room: int, pages: int, *, batch_invariant: bool = False, **settings: Any
@@ -122,7 +124,7 @@ class PagedGeneration(Generation):
         tokens = rounded(max([len(prompt.tokens) for prompt in prompts]), room)
         start = max([prompt.start for prompt in prompts])
         reach = rounded(pages_of(start + tokens), 2 * self.pages.table.shape[1], 1) if start else 0
-        return rounded(len(prompts), slots, 1), tokens, reach
+        return _entries(len(prompts), slots), tokens, reach
 
     def _largest(self):
         slots, width = self.pages.table.shape
@@ -206,6 +208,16 @@ class PagedGeneration(Generation):
         caches = [PromptReads(cache, reach) for cache in self.caches]
         with self.model.evaluating():
             self.model.fill(tokens, positions, caches=caches)
+
+
+def _entries(count, most):
+    """Return ``count`` prompts rounded up to a power of two, or to seven eighths of one.
+
+    Those are left where an eighth has begun before, see ``generation.opening``.
+    """
+    whole = rounded(count, most, 1)
+    less = whole - whole // 8
+    return less if whole >= LEAST_EIGHTHS and count <= less else whole
 
 
 def _by_round(arrays):

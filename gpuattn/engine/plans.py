@@ -118,6 +118,7 @@ class Plans:
         most = self._searches.most_tokens() // PAGE
         fitting = most // pages_of(room)
         if fitting < min(len(requests), self._max_rows):  # they may share some
+            generation.read(self.model, requests)
             pages = new_pages([one.tokens for one in requests], [one.limit for one in requests])
             fitting = max(fitting, int(np.searchsorted(np.cumsum(pages), most, "right")))
         slots = max(1, min(self._max_rows, fitting))

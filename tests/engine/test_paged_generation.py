@@ -7,7 +7,7 @@ from checks import sampled
 from gpuattn import rng as random
 from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.decode.sample import sample
-from gpuattn.engine import Engine, paged_generation, pages
+from gpuattn.engine import Engine, generation, paged_generation, pages
 from gpuattn.engine.generation import Generation
 from gpuattn.engine.lane import Lane, Request
 from gpuattn.engine.paged_generation import PagedGeneration, generation_of, paging_refusal
@@ -252,6 +252,48 @@ def test_samples_of_one_prompt(model):
         handles = [engine.submit(prompt, limit=12, number=i, **given) for i in range(5)]
         check(model, [handle.result()[0] for handle in handles], requests)
     assert made and all(isinstance(search, PagedGeneration) for search in made)
+
+
+def test_first_prompts_begin_before_others_are_read(model, monkeypatch):
+    """Two are read, loaded and begin, then those that have a slot, then those that wait."""
+    monkeypatch.setattr(generation, "OPENING", 200)
+    monkeypatch.setattr(generation, "LEAST_OPENINGS", 2)
+    rng, events, read, load = np.random.default_rng(6), [], generation.read, PagedGeneration.load
+    monkeypatch.setattr(
+        generation, "read",
+        lambda model, requests: events.append(("read", len(requests))) or read(model, requests),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        PagedGeneration, "load",
+        lambda self, texts, *rest, **slots: events.append(("load", len(texts)))
+        or load(self, texts, *rest, **slots),
+    )
+    prompts = [rng.integers(3, VOCAB, 80 + i).tolist() for i in range(9)]
+    engine = Engine(model, max_rows=6)
+    engine.on_gpu = True  # on NumPy, too, behaves as if
+    given = {"seed": random.Key(9, 0, 0), **DRAWS}
+    found = engine.generate(prompts, limits=[10] * 9, **given)
+    assert events[:5] == [("read", 2), ("load", 2), ("read", 4), ("load", 4), ("read", 3)]
+    requests = [Request(p, 10, (), i, given["seed"], i) for i, p in enumerate(prompts)]
+    check(model, dict(enumerate(found)), requests, eos=None)
+    with pytest.raises(IndexError, match=f"a prompt is holding {VOCAB}; accepted"):
+        engine.generate([*prompts[1:], [3, VOCAB]], limits=[10] * 9, **given)
+    again = engine.generate(prompts, limits=[10] * 9, **given)
+    check(model, dict(enumerate(again)), requests, eos=None)
+
+
+@pytest.mark.parametrize("lengths, count", [
+    ([896] * 64, 8), ([900] + [500] * 64, 8), ([300] * 120, 16), ([1024] * 31, 0), ([1024] * 32, 8),
+    ([9000] * 4, 1), ([40000], 1), ([8192] * 4, 1), ([], 0),
+])  # fmt: skip
+def test_how_many_prompts_begin_first(lengths, count):
+    assert generation.opening(lengths) == count
+
+
+def test_how_many_prompts_a_launch_has_room_for():
+    found = [paged_generation._entries(count, 64) for count in (1, 3, 16, 17, 28, 29, 33, 56, 57)]
+    assert found == [1, 4, 16, 28, 28, 32, 56, 56, 64]
+    assert paged_generation._entries(40, 50) == 44
 
 
 def test_no_pages_left(model):
