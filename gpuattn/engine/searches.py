@@ -23,7 +23,8 @@ class Searches:
 
     A key begins with slots, beams and room, whose product is counted as cached tokens.
     ``notify(sentence)``: called with the reason where steps cannot be CUDA graphs. ``invariant``:
-    ``Mode.batch_invariant`` of their launches. ``fixed``: whether the weights keep their values.
+    ``Mode.batch_invariant`` of their launches. ``fixed``: whether the weights keep their values;
+    their arrays are then held, and nobody looks whether others took their places.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Searches:
     ) -> None:  # fmt: skip
         self.model, self._tensors = model, Tensors(model)
         self._invariant, self._fixed = invariant, fixed
+        self._held = [tensor.data for tensor in self._tensors()] if fixed else None
         self.kept: dict[tuple, Any] = {}
         self.used: list[tuple[tuple, Any]] = []  # keys and searches
         self.run: Any = lambda name, shape, step: step()
@@ -103,8 +105,9 @@ class Searches:
             yield
 
     def _weights(self):
-        """Return the addresses of the Tensors; none on NumPy, where no graph has them."""
-        if self._stream is None:
+        """Return the addresses of the Tensors; none where they are fixed, and on NumPy, where no
+        graph has them."""
+        if self._stream is None or self._fixed:
             return ()
         return list(map(_address, self._tensors()))
 
