@@ -14,7 +14,7 @@ constexpr int WARPS = BLOCK / 32, BINS = 4096, W = WIDTH<scalar>;
 // bound, as in a cluster. Not measured on later GPUs, whose code is as it was.
 constexpr bool BEFORE_AMPERE = __CUDA_ARCH__ < 800;
 constexpr int ROOM = 2048;  // for these elements
-static_assert(ROOM * sizeof(Key) + MOST_CHOSEN * sizeof(Winner) <= 2 * BINS * sizeof(unsigned int));
+static_assert(ROOM * sizeof(Key) + WINNERS * sizeof(Winner) <= 2 * BINS * sizeof(unsigned int) && ROOM % CANDIDATES == 0);
 
 struct Row {
     LogitRow<scalar> logits;
@@ -178,6 +178,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
             });
             __syncthreads();
             if (found.complete()) {
+                if (me < (-count & (CANDIDATES - 1))) list[count + me] = 0;
+                __syncthreads();
                 draw_from<BLOCK>(
                     list, count, (Winner*)(list + ROOM), row.weight, top_k, top_p, min_p,
                     row_word(blockIdx.x, numbers, keys, seed_low, seed_high, stream, step, device_step),

@@ -30,11 +30,12 @@ struct Exchange {
     Part parts[CLUSTER];
     Key keys[CLUSTER];
     u64 bars[4];                   // mbarriers, for what follows
-    unsigned int maxima[BLOCK], counts[CLUSTER];
+    alignas(16) unsigned int maxima[BLOCK], counts[CLUSTER];
 };
 enum { PARTS, COUNTS, ALL_CHOSEN, SHARES };
 static_assert(sizeof(Exchange) == 20 * BINS + (8 * CHOSEN + 36) * CLUSTER + 32);
-static_assert(MOST_CHOSEN * sizeof(Winner) <= CLUSTER * CHOSEN * sizeof(Key) && 2 * BINS >= CLUSTER * CHOSEN);
+static_assert(WINNERS * sizeof(Winner) <= CLUSTER * CHOSEN * sizeof(Key) && 2 * BINS >= CLUSTER * CHOSEN);
+static_assert(WARPS == CLUSTER && BINS % CANDIDATES == 0);
 
 __device__ u32 shared_address(const void* x) { return (u32)__cvta_generic_to_shared(x); }
 
@@ -44,19 +45,40 @@ __device__ void add_to_bin(Mass* bin, Mass x) {
     if (const unsigned int high = (unsigned int)(x >> 32) + (before + low < low)) atomicAdd(&words[1], high);
 }
 
+// The greatest of the lanes' floats, none of which is NaN.
+__device__ float warp_greatest(float x) {
+    const unsigned int bits = __float_as_uint(x);  // not `ordered`, which takes -0 for +0
+    return from_ordered(warp_max(bits >> 31 ? ~bits : bits | 0x80000000u));
+}
+
+// The parts of CLUSTER adjacent lanes joined, with the sums of warp_join over these parts and 32 - CLUSTER empty ones.
+__device__ Normaliser join_of_cluster(Normaliser mine) {
+    float peak = mine.peak;
+#pragma unroll
+    for (int other = CLUSTER / 2; other > 0; other /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, other));
+    float sum = mine.sum * exp_fast(mine.peak - peak);
+#pragma unroll
+    for (int other = CLUSTER / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    return {peak, sum};
+}
+
 // Samples a token from the candidates that the first block has gathered, among which are the k largest.
 __device__ void choose_of(
     Exchange& exchange, const Weights& weight, int k, unsigned int top_p, Mass min_p, unsigned int word, int* token,
     float* logprob, float log_total) {
-    const int me = threadIdx.x;
-    Key* const packed = exchange.bins[0];
-    int n = 0;
-#pragma unroll 1
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Key* const packed = exchange.bins[0];  // all 0 until here
+    int n = 0, begin = 0;
+#pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
         const int count = exchange.counts[r];
-        if (me < count) packed[n + me] = exchange.chosen[r * CHOSEN + me];
         n += count;
+        if (r < warp) begin += count;
     }
+    const int count = exchange.counts[warp];
+#pragma unroll
+    for (int i = lane; i < CHOSEN; i += 32)
+        if (i < count) packed[begin + i] = exchange.chosen[warp * CHOSEN + i];
     __syncthreads();
     draw_from<BLOCK>(packed, n, (Winner*)exchange.chosen, weight, k, top_p, min_p, word, token, logprob, log_total);
 }
@@ -131,29 +153,37 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) __cluster_dims__(CLUSTER,
     }
     __shared__ unsigned int maxima[BLOCK / 8];
     __shared__ int count_chosen;
+    const float own = whole.peak;
+    whole.peak = warp_greatest(own);
     if (gather) {
-        unsigned int greatest = whole.peak > LOWEST ? ordered(whole.peak) : 0;
-        const int lanes = BLOCK >> group_bits;
+        const int lane_bits = 31 - __clz(BLOCK) - group_bits, lanes = 1 << lane_bits;
+        const float peak = lanes == 32 ? whole.peak : own;
+        unsigned int greatest = peak > LOWEST ? ordered(peak) : 0;
+        if (lanes < 32)
 #pragma unroll 1
-        for (int other = 1; other < lanes; other *= 2) greatest = max(greatest, __shfl_xor_sync(~0u, greatest, other));
-        if (me % lanes == 0) maxima[me / lanes] = greatest;
+            for (int other = 1; other < lanes; other *= 2) greatest = max(greatest, __shfl_xor_sync(~0u, greatest, other));
+        // Made different from the others, at the cost of bits that only floats have: what is sent is at most the maximum.
+        const int group = me >> lane_bits;
+        if ((me & (lanes - 1)) == 0) maxima[group] = (greatest & ~(BLOCK - 1)) | (rank * groups + group);
         if (me == 0) count_chosen = 0;
     }
     exchange.bins[0][me] = exchange.bins[1][me] = 0;
-    whole = warp_join(whole);
+    whole.sum = warp_reduce(whole.sum * exp_fast(own - whole.peak), Sum{});
     if (lane == 0) of_warp[warp] = whole;
     __syncthreads();
-    whole = warp_join(of_warp, WARPS);
     cluster_wait();  // all blocks have started
     grid_launch_dependents();
-    if (me < CLUSTER) send(exchange.parts[rank], {whole.peak, whole.sum}, bar(PARTS), me);
     if (me < CLUSTER * groups) {
         const int group = me & (groups - 1);
         send(exchange.maxima[rank * groups + group], maxima[group], bar(PARTS), me >> group_bits);
     }
+    if (warp == 0) {
+        whole = join_of_cluster(of_warp[lane % WARPS]);
+        if (me < CLUSTER) send(exchange.parts[rank], {whole.peak, whole.sum}, bar(PARTS), me);
+    }
     mbar_wait(bar(PARTS), 0);
     const Part part = exchange.parts[lane % CLUSTER];
-    whole = warp_join(lane < CLUSTER ? Normaliser{part.peak, part.sum} : Normaliser{LOWEST, 0.f});
+    whole = join_of_cluster({part.peak, part.sum});
     const Weights weight{whole.peak, inverse_temperature};
 
     if (!(whole.sum > 0.f)) {  // NaN, +inf or all -inf: take the first maximum
@@ -183,42 +213,63 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) __cluster_dims__(CLUSTER,
     unsigned int bound = 0;
     if (gather) {
         __shared__ unsigned int least;
-        if (me < CLUSTER * groups) {
-            const unsigned int mine = exchange.maxima[me];
-            int greater = 0;
-#pragma unroll 8
-            for (int g = 0; g < CLUSTER * groups; ++g) greater += exchange.maxima[g] + (g < me) > mine;
-            if (greater == top_k - 1) least = mine;
+        constexpr int LANES = 4;  // which share the work of a group
+#pragma unroll 1
+        for (int c = me / LANES; c < CLUSTER * groups; c += BLOCK / LANES) {
+            const unsigned int mine = exchange.maxima[c];
+            int greater = 0, more = 0;  // two chains of additions
+#pragma unroll 1
+            for (int first = me % LANES; first < 2 * groups; first += 4 * LANES)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint4 other = ((const uint4*)exchange.maxima)[first + i * LANES];
+                    greater += (other.x > mine) + (other.y > mine);
+                    more += (other.z > mine) + (other.w > mine);
+                }
+            if (sum_of_lanes<LANES>(greater + more) == top_k - 1) least = mine & ~(BLOCK - 1);
         }
         __syncthreads();
         bound = least;
+        const float reach = from_ordered(bound);
         __shared__ Key list[CHOSEN];
         const Candidates<Key, CHOSEN> found{list, &count_chosen};
 #pragma unroll 1
-        for (int v = begin + lane; v < end; v += 32) {
-            const uint4 x = held[v];
-            unsigned int reach = 0;
-            if (bound && ordered(greatest_of<scalar>(x)) >= bound)
+        for (int v = begin + lane; v - lane < end; v += 32 * STAGE) {
+            uint4 x[STAGE];
 #pragma unroll
-                for (int e = 0; e < W; ++e) reach |= (ordered(element(x, e, scalar{})) >= bound ? 1u : 0u) << e;
+            for (int i = 0; i < STAGE; ++i) x[i] = held[min(v + 32 * i, end - 1)];
+            unsigned int vectors = 0;  // of the stage, that have candidates
+#pragma unroll
+            for (int i = 0; i < STAGE; ++i)
+                vectors |= (v + 32 * i < end && !(greatest_of<scalar>(x[i]) < reach) ? 1u : 0u) << i;
 #pragma unroll 1
-            for (; reach; reach &= reach - 1) {
-                const int e = __ffs(reach) - 1;
-                found.add(make_key((float)((const scalar*)(held + v))[e], (first + v) * W + e));
+            for (; bound && vectors; vectors &= vectors - 1) {
+                const int at = v + 32 * (__ffs(vectors) - 1);
+                const uint4 with = held[at];
+                unsigned int elements = 0;
+#pragma unroll
+                for (int e = 0; e < W; ++e) elements |= (element(with, e, scalar{}) < reach ? 0u : 1u) << e;
+#pragma unroll 1
+                for (; elements; elements &= elements - 1) {
+                    const int e = __ffs(elements) - 1;
+                    found.add(make_key((float)((const scalar*)(held + at))[e], (first + at) * W + e));
+                }
             }
         }
         __syncthreads();
         const unsigned int chosen = bound ? count_chosen : CHOSEN + 1;  // some groups have no element
         if (me < CHOSEN) send(exchange.chosen[rank * CHOSEN + me], me < chosen ? list[me] : 0, bar(ALL_CHOSEN), 0);
         if (me < CLUSTER) send(exchange.counts[rank], chosen, bar(COUNTS), me);
+        // Beside the wait: what the choice needs of global memory.
+        unsigned int word = 0;
+        if (rank == 0) word = row_word(number, numbers, keys, seed_low, seed_high, stream, step, device_step);
+        const float log_total = whole.peak + logf(whole.sum);
         mbar_wait(bar(COUNTS), 0);
         const bool fit = __reduce_max_sync(~0u, exchange.counts[lane % CLUSTER]) <= CHOSEN;
         if (fit && rank) return;
         if (rank == 0) mbar_wait(bar(ALL_CHOSEN), 0);
         if (fit) {
-            choose_of(exchange, weight, top_k, top_p, min_p,
-                      row_word(number, numbers, keys, seed_low, seed_high, stream, step, device_step), tokens + number,
-                      logprobs + number, whole.peak + logf(whole.sum));
+            choose_of(exchange, weight, top_k, top_p, min_p, word, tokens + number, logprobs + number, log_total);
             return;
         }
     }

@@ -107,40 +107,76 @@ __device__ inline unsigned int row_word(
 
 constexpr int MOST_CHOSEN = 200;  // the largest k for which the candidates for the k largest are gathered
 struct alignas(16) Winner { Mass mass; int token; float logit; };
+constexpr int WINNERS = MOST_CHOSEN + 32;  // the room for them: behind them are some that weigh nothing
+constexpr int CANDIDATES = 64;             // a list of candidates is filled up by keys of 0 to a multiple of this number
+
+// The sum over LANES adjacent lanes.
+template <int LANES, typename T>
+__device__ __forceinline__ T sum_of_lanes(T mine) {
+#pragma unroll
+    for (int other = LANES / 2; other > 0; other /= 2) mine += __shfl_xor_sync(~0u, mine, other);
+    return mine;
+}
 
 // Samples a token from the n keys of `packed`, among which are the k largest of the row; k is at most BLOCK and MOST_CHOSEN.
-// `winners`: shared memory for k.
+// `winners`: shared memory for WINNERS. All threads have passed a barrier since `packed` was written and `winners` read.
+// Few warps wait here for each other and for shared memory: LANES adjacent lanes share the work of a candidate, and loops
+// have no remainders, because what fills up the lists changes no result.
 template <int BLOCK>
 __device__ void draw_from(
     const Key* packed, int n, Winner* winners, const Weights& weight, int k, unsigned int top_p, Mass min_p,
     unsigned int word, int* token, float* logprob, float log_total) {
-    const int me = threadIdx.x;
+    constexpr int LANES = BLOCK >= 512 ? 8 : BLOCK / 64, EACH = 4;  // loads of a lane at a time
+    static_assert(CANDIDATES % (2 * EACH * LANES) == 0 && CANDIDATES % (32 / LANES) == 0 && WINNERS - MOST_CHOSEN == 32);
+    struct alignas(16) Pair { Key a, b; };
+    const int me = threadIdx.x, part = me % LANES, in_warp = me % 32 / LANES;
+    const Mass least = top_p ? 0 : min_p;  // that a winner keeps; with top-p the masses before it count
+    if (me < 32) winners[k + me] = {};
 #pragma unroll 1
-    for (int c = me; c < n; c += BLOCK) {
-        const Key mine = packed[c];
-        int place = 0;
-#pragma unroll 8
-        for (int other = 0; other < n; ++other) place += packed[other] > mine;
-        if (place < k) winners[place] = {weight(key_value(mine)), (int)key_index(mine), key_value(mine)};
+    for (int c = me / LANES; c - in_warp < n; c += BLOCK / LANES) {  // the same in a warp
+        const Key mine = packed[c];  // or 0, whose place is n
+        int place = 0, more = 0;  // two chains of additions
+#pragma unroll 1
+        for (int first = part; 2 * (first - part) < n; first += EACH * LANES)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const Pair other = ((const Pair*)packed)[first + i * LANES];
+                place += other.a > mine;
+                more += other.b > mine;
+            }
+        place = sum_of_lanes<LANES>(place + more);
+        if (part == 0 && place < k) {
+            const float logit = key_value(mine);
+            const Mass mass = weight(logit);
+            winners[place] = {mass >= least ? mass : 0, (int)key_index(mine), logit};
+        }
     }
     __syncthreads();
-    const bool there = me < k;
-    Winner mine = there ? winners[me] : Winner{};
-    Mass all;
-    if (top_p) {
-        const Mass before = sum_before<BLOCK / 32>(mine.mass >> COARSE, &all);
-        if (before >= max(__umul64hi(all, (Mass)top_p << 32), 1ull)) mine.mass = 0;
+    if (top_p) {  // in the order of keys
+        Mass mine = me < k ? winners[me].mass : 0, all;
+        const Mass before = sum_before<BLOCK / 32>(mine >> COARSE, &all);
+        if (before >= max(__umul64hi(all, (Mass)top_p << 32), 1ull) || mine < min_p) mine = 0;
+        if (me < k) winners[me].mass = mine;
+        __syncthreads();
     }
-    if (mine.mass < min_p) mine.mass = 0;
-    if (there) winners[me].mass = mine.mass;
-    sum_before<BLOCK / 32>(mine.mass, &all);  // passes barriers
-    const Mass target = __umul64hi(all, (Mass)word << 32);
-    Mass before = 0;
-#pragma unroll 4
-    for (int other = 0; other < k; ++other)
-        if (winners[other].token < mine.token) before += winners[other].mass;
-    if (there && before <= target && target < before + mine.mass) {
-        *token = mine.token;
-        *logprob = mine.logit - log_total;
+#pragma unroll 1
+    for (int c = me / LANES; c - in_warp < k; c += BLOCK / LANES) {
+        const Winner mine = winners[c];
+        Mass before = 0, all = 0;  // in the order of tokens
+#pragma unroll 1
+        for (int first = part; first - part < k; first += EACH * LANES)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const Winner other = winners[first + i * LANES];
+                all += other.mass;
+                if (other.token < mine.token) before += other.mass;
+            }
+        before = sum_of_lanes<LANES>(before);
+        all = sum_of_lanes<LANES>(all);
+        const Mass target = __umul64hi(all, (Mass)word << 32);
+        if (part == 0 && c < k && before <= target && target < before + mine.mass) {
+            *token = mine.token;
+            *logprob = mine.logit - log_total;
+        }
     }
 }

@@ -143,6 +143,18 @@ SAMPLES = [  # rows, vocabulary, kind, dtype, bans, settings
     (2, 4099, "ties", np.float32, True, {"min_p": 0.05}),
     (3, 300, "ties", BFLOAT16, True, EVERYTHING),  # a block per row
     (2, 2000, "usual", np.float32, False, {"top_p": 0.5}),
+    # candidates are gathered: the least and the most of them, fewer kept, at the same probability
+    (2, 4099, "usual", BFLOAT16, False, {"top_k": 1}),
+    (4, 13001, "usual", BFLOAT16, False, {"top_k": 200, "temperature": 1e3}),
+    (2, 9001, "ties", np.float32, True, {"top_k": 200, "top_p": 0.8, "min_p": 0.01}),
+    (2, 13001, "ties", np.float16, False, {"top_k": 100, "min_p": 0.3}),
+    (4, 9001, "usual", np.float16, True, {"top_k": 100, "temperature": 1e3}),
+    (6, 5001, "ties", BFLOAT16, False, {"top_k": 50, "temperature": 1e3}),
+    (4, 5001, "ties", np.float16, False, {"top_k": 50, "top_p": 0.5, "temperature": 3.0}),
+    (2, 4099, "usual", BFLOAT16, False, {"top_k": 30, "min_p": 1.0}),
+    (2, 4099, "usual", np.float32, False, {"top_k": 65, "top_p": 1e-6}),
+    (4, 2000, "ties", BFLOAT16, False, {"top_k": 64, "temperature": 1e3}),  # by 128 threads
+    (3, 1500, "usual", np.float16, True, {"top_k": 33, "top_p": 0.7, "min_p": 0.1}),
 ]  # fmt: skip
 
 
