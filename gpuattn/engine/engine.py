@@ -9,7 +9,6 @@ them. Requests that are submitted run in slots on NumPy too.
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Self
@@ -83,8 +82,8 @@ class Engine:
         self.model, self.max_rows, self._notify = model, max_rows, notify
         self.batch_invariant = batch_invariant
         self.on_gpu = on_gpu(model.parameters()[0].data)
-        self._lock = threading.RLock()  # held while launches of searches are queued
         self._searches = Searches(model, notify, invariant=batch_invariant, fixed=fixed_weights)
+        self._lock = self._searches.lock
         self._plans = Plans(model, max_rows, self._searches, invariant=batch_invariant)
         self._runner = Runner(self._searches, self._lock, on_gpu=self.on_gpu)
 
@@ -277,7 +276,7 @@ class Engine:
         def new():
             return lookup.LookupSearch(self.model, count, room, speculation.tokens, options.banned)
 
-        with self._search(key, new) as search:
+        with searches.lent(key, new) as search:
 
             def run(name, step):
                 searches.run(name, (search, search.width), step)
@@ -306,17 +305,18 @@ class Engine:
         """
         searches, most = self._searches, min(len(requests), plan.most)
         slots = plan.slots(len(requests)) if self.on_gpu else most
-        with self._search((slots, *plan.key), lambda: plan.new(slots)) as search:
+        with searches.lent((slots, *plan.key), lambda: plan.new(slots)) as search:
             scheduler, left = Scheduler(slots), iter(requests)
             said: list[tuple] = []
             note = (lambda *told: said.append(told)) if tell else None
             lane = Lane(search, scheduler, searches.run, tell=note, behind=int(self.on_gpu))
 
             def add(count):
-                added = list(itertools.islice(left, count))
-                generation.read(self.model, added)
-                scheduler.extend(added, [request.limit for request in added])
+                if added := list(itertools.islice(left, count)):
+                    generation.read(self.model, added)
+                    scheduler.extend(added, [request.limit for request in added])
 
+            # the GPU computes the first prompts while the host reads the others
             unread = [len(one.tokens) for one in requests[:slots] if not one.read]
             first = generation.opening(unread) if self.on_gpu else 0
             for count in (first, slots - first) if first else ():
@@ -335,25 +335,6 @@ class Engine:
                 said.clear()
                 if found:
                     yield found
-
-    @contextlib.contextmanager
-    def _search(self, key, new):
-        """Return a context with the search for ``key``, kept or made by ``new()``.
-
-        It is kept afterwards, unless an error broke it.
-        """
-        with self._lock, self._searches.on_stream(self._searches.event()):
-            search = self._searches.take(key, new)
-        sound = False
-        try:
-            yield search
-            sound = True
-        except GeneratorExit:  # a caller wants no more
-            sound = True
-            raise
-        finally:
-            with self._lock:
-                self._searches.give(search, keep=sound)
 
     def _submit_source(self, source, limit, priority, *, bos, prefix=None, **settings):
         options = BeamOptions.of(settings)

@@ -87,6 +87,8 @@ def read_tokens(model: Any, prompts: Sequence[Any]) -> list[np.ndarray]:
 def read(model: Any, requests: Sequence[Request]) -> None:
     """Read the prompts of those requests that are not read yet; raises as ``read_tokens`` does."""
     unread = [request for request in requests if not request.read]
+    if not unread:
+        return
     found = read_tokens(model, [request.tokens for request in unread])
     for request, tokens in zip(unread, found, strict=True):
         request.tokens, request.read = tokens, True

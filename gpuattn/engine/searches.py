@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -24,14 +25,15 @@ class Searches:
     A key begins with slots, beams and room, whose product is counted as cached tokens.
     ``notify(sentence)``: called with the reason where steps cannot be CUDA graphs. ``invariant``:
     ``Mode.batch_invariant`` of their launches. ``fixed``: whether the weights keep their values;
-    their arrays are then held, and nobody looks whether others took their places.
+    their arrays are then held, and nobody looks whether others took their places. ``lock``: held
+    while launches of searches are queued.
     """
 
     def __init__(
         self, model: Any, notify: Callable[[str], None], *, invariant: bool = False,
         fixed: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self._tensors = model, Tensors(model)
+        self.model, self._tensors, self.lock = model, Tensors(model), threading.RLock()
         self._invariant, self._fixed = invariant, fixed
         self._held = [tensor.data for tensor in self._tensors()] if fixed else None
         self.kept: dict[tuple, Any] = {}
@@ -86,6 +88,25 @@ class Searches:
             self.kept[key] = search
         else:
             self._forget(search)
+
+    @contextlib.contextmanager
+    def lent(self, key: tuple, new: Callable[[], Any]) -> Iterator[Any]:
+        """Return a context with what ``take`` returns, whose launches are behind those so far.
+
+        It is kept afterwards, unless an error broke it.
+        """
+        with self.lock, self.on_stream(self.event()):
+            search = self.take(key, new)
+        sound = False
+        try:
+            yield search
+            sound = True
+        except GeneratorExit:  # a caller wants no more
+            sound = True
+            raise
+        finally:
+            with self.lock:
+                self.give(search, keep=sound)
 
     def event(self) -> Any:
         """Return an event behind the work of the current stream; None on NumPy."""
