@@ -233,7 +233,7 @@ class TranslationSearch(Packed):
         logits, penalties = self._ruled(logits)
         found = beam_step(
             logits, beams.scores, banned=self.banned, penalties=penalties,
-            count=candidates(self.options), vocab_size=self.model.config.vocab,
+            count=candidates(self.options), vocab_size=self.model.config.vocab, settled=True,
         )  # fmt: skip
         beam_update(*found, beams, eos=self.eos, settled=True, **self.ending)
 
