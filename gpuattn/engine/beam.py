@@ -235,7 +235,7 @@ class TranslationSearch(Packed):
         logits, penalties = self._ruled(logits)
         found = beam_step(
             logits, beams.scores, banned=self.banned, penalties=penalties,
-            count=candidates(self.options), vocab_size=self.model.config.vocab,
+            count=candidates(self.options), vocab_size=self.model.config.vocab, settled=True,
         )  # fmt: skip
         state = {"eos": self.eos, "settled": True, "embedding": self.embedding}
         beam_update(*found, beams, **state, **self.ending)

@@ -1,10 +1,16 @@
 // A step of beam search as in beam_step.cu, with the same results, by one block per sentence: for sentences with few logits to
 // read, up to one for each multiprocessor. What is known between the phases is in shared memory, and no block waits for another.
-// Constants: scalar = float, f16, bf16; BLOCK = 256, 512, 1024
+// Constants: scalar = float, f16, bf16; SETTLED = 0, 1; BLOCK = 256, 512, 1024
 // Launch:    grid = (sentences,), block = (BLOCK,), shared memory: 8 * (warps' parts of the normalisers of a sentence). A team of
 //            TEAM threads reads a slice of a row.
 //            dependent: beam_step_block
 // Arch: sm_90 sm_100 sm_103
+//
+// With SETTLED the launch before writes neither `scores` nor `bans`, which are loaded beside it: whatever wrote them is over,
+// as that launch, or row_embedding before it (see linear/row_linear.cu), has itself waited when it lets the next one start.
+//
+// A block has a multiprocessor for itself, so its time is that of one chain of phases. An instruction of all 32 warps takes
+// eight cycles, so what few threads need is computed by these, and loads start together.
 #include "common/compiler.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"
@@ -14,13 +20,13 @@
 constexpr int TEAM = 128, TEAMS = BLOCK / TEAM, W = WIDTH<scalar>;
 constexpr int ROOM = BLOCK;  // candidates
 
-// What a thread reads: vectors of a slice of a row, every TEAM-th.
-struct Part { int me, slice, b, first, last; };
+// What a team reads: vectors of a slice of a row, of which a thread takes every TEAM-th.
+struct Part { int slice, b, first, last; };
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_block(
     const scalar* logits,        // (sentences * beam, >= vocab), rows `stride` apart
     const float* scores,         // (sentences, beam); -inf for a dead beam, whose logits are ignored
-    const int* bans,             // (ban_count,), up to TEAM: tokens that are banned in all rows
+    const int* bans,             // (ban_count,), up to 32: tokens that are banned in all rows
     long long* __restrict__ flag,        // see common/index.cuh
     float* __restrict__ out_scores,      // (sentences, wanted)
     int* __restrict__ out_parents,       // (sentences, wanted)
@@ -30,39 +36,50 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
     int beam,
     int ban_count,
     int slices,                  // of a row; beam * slices teams read
+    int inverse,                 // 256 / slices, rounded up
     int stages,                  // of a slice
     int wanted) {
-    grid_dependency_wait();
+    if (!SETTLED) grid_dependency_wait();
     extern __shared__ Normaliser normalisers[];  // (beam, stages of a row, warps of a team)
     __shared__ Ranked list[ROOM];
     __shared__ Row rows[TEAMS];
+    __shared__ int listed[32];
     __shared__ int count;
     static_assert(sizeof(list) >= SUMS * BLOCK * sizeof(float));
-    const int lane = threadIdx.x % 32, sentence = blockIdx.x;
+    const int me = threadIdx.x % TEAM, lane = me % 32, sentence = blockIdx.x;
     const int size = stages * STAGE * TEAM, vectors = (vocab + W - 1) / W;  // of a slice, of a row
     const int row_parts = (vectors + STAGE * TEAM - 1) / (STAGE * TEAM) * (TEAM / 32);
     const Results results{out_scores, out_parents, out_tokens, (long long)sentence * wanted};
     const auto row_of = [&](int beam_row) {
         return LogitRow<scalar>{logits + ((long long)sentence * beam + beam_row) * stride, vocab};
     };
-    const auto part_of = [&](int thread) {
-        const int team = thread / TEAM, b = team / slices, slice = team - b * slices, first = slice * size;
-        return Part{thread % TEAM, slice, b, first, b < beam ? min(first + size, vectors) : 0};
+    const auto beam_of = [&](unsigned int thread) { return (int)(thread / TEAM) * inverse >> 8; };
+    const auto part_of = [&](unsigned int thread) {
+        const int b = beam_of(thread), slice = (int)(thread / TEAM) - b * slices, first = slice * size;
+        return Part{slice, b, first, b < beam ? min(first + size, vectors) : 0};
     };
 
-    // The first loads start before it is known whether they are needed.
-    const auto [me, slice, b, first, last] = part_of(threadIdx.x);
-    const LogitRow<scalar> row = row_of(min(b, beam - 1));
+    // All loads start before it is known whether they are needed, those of scores and bans by each warp.
+    const float score = lane < beam ? scores[sentence * beam + lane] : NEG_INF;
+    BannedOfLanes<W> banned{{bans, ban_count}, lane < ban_count ? bans[lane] : -1};
+    const Part part = part_of(threadIdx.x);
+    const int b = opaque(part.b), first = opaque(part.first), last = opaque(part.last);
+    const LogitRow<scalar> row{opaque(row_of(min(b, beam - 1)).x), vocab};
+    if (SETTLED) grid_dependency_wait();
     uint4 x[STAGE];
     load_stage<TEAM>(x, row, first + me, min(last, row.whole()));
-    const uint4 sample = lane < row.whole() ? row[lane] : nothing(scalar{});
-    const float own_score = scores[sentence * beam + min(b, beam - 1)];
-    bool alive = false;
-    for (int i = lane; i < beam; i += 32) alive |= scores[sentence * beam + i] != NEG_INF;
-    BannedTokens<W> banned{bans, ban_count};
+    uint4 sample = nothing(scalar{});
+    load_16_bytes_if(lane < row.whole(), sample, row.piece(lane));  // without a branch, above which others would be used
+    if (row.shift() && lane < row.whole()) sample = row[lane];
+    const float own_score = __shfl_sync(~0u, score, min(b, beam - 1));
     banned.find<TEAM>(first, last, me);
-    if (sentence == 0 && threadIdx.x < ban_count) out_of_range(bans[threadIdx.x], vocab, flag);
-    if (__ballot_sync(~0u, alive) == 0) {  // a sentence that has ended: the first candidates, all at -inf
+    if (threadIdx.x < 32) {
+        listed[lane] = banned.token;
+        if (lane < beam) rows[lane].score = score;
+        if (lane == 0) count = 0;
+        if (sentence == 0 && lane < ban_count) out_of_range(banned.token, vocab, flag);
+    }
+    if (__ballot_sync(~0u, score != NEG_INF) == 0) {  // a sentence that has ended: the first candidates, all at -inf
         results.put_first<BLOCK>(wanted, vocab);
         return;
     }
@@ -76,58 +93,48 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
         const float reference = reference_of<scalar>(sample, &sure);
         best = read_slice<TEAM>(
             row, first, last, x, Plain{}, banned, reference, sure, 0, normalisers,
-            b * row_parts + slice * stages * (TEAM / 32), (float4*)list + threadIdx.x / TEAM * (SUMS * TEAM / 4), me);
+            b * row_parts + part.slice * stages * (TEAM / 32), (float4*)list + threadIdx.x / TEAM * (SUMS * TEAM / 4), me);
     }
     grid_launch_dependents();
-    if (threadIdx.x == 0) count = 0;
     __syncthreads();
     const int joining = threadIdx.x / 32;
     if (joining < beam) {
-        const float score = scores[sentence * beam + joining];
-        const Normaliser all = warp_join(normalisers + joining * row_parts, score == NEG_INF ? 0 : row_parts);
-        if (lane == 0) rows[joining] = {all.peak, logf(all.sum), score};  // those of dead beams are not used
+        const bool alive = rows[joining].score != NEG_INF;  // what is not is not used
+        const Normaliser all = warp_join(normalisers + joining * row_parts, alive ? row_parts : 0);
+        if (lane == 0) rows[joining].peak = all.peak, rows[joining].log = logf(all.sum);
     }
     __syncthreads();
 
-    // A bound that `wanted` threads reach; the threads that do look at their elements again.
-    const auto [me_too, _, of, begin, end] = part_of(opaque((int)threadIdx.x));  // kept from above, they would be spilled
-    const LogitRow<scalar> again = row_of(min(of, beam - 1));
-    const Row own = rows[min(of, beam - 1)];
-    const unsigned int most = best ? ordered(own.total(key_value(best))) : 0;
-    const unsigned int bound = max(retrieve<BLOCK>(most, wanted), 1);
+    // A bound that `wanted` threads reach.
+    const unsigned int thread = opaque((unsigned int)threadIdx.x);  // numbers kept from above would be spilled
+    const unsigned int most = best ? ordered(rows[min(beam_of(thread), beam - 1)].total(key_value(best))) : 0;
+    const unsigned int bound = max(wanted <= 16 ? retrieve_few<BLOCK>(most, wanted) : retrieve<BLOCK>(most, wanted), 1);
     const float limit = from_ordered(bound);  // NaN, which nothing is below, if fewer threads have elements
     const Candidates<Ranked, ROOM> found{list, &count};
+    banned.tokens = listed;
     const auto ranked = [&](float logit, int beam_row, int j) {
         const Row& row = rows[beam_row];
         if (row.score == NEG_INF || banned.contain(j)) logit = NEG_INF;
         return continuation(row.total(logit), logit, beam_row, j);
     };
-    if (most >= bound)
+    // The elements of the threads that do, by their warps.
 #pragma unroll 1
-        for (int v = begin + me_too; v < end; v += STAGE * TEAM) {
-            unsigned int reach = 0;  // bit W * i + e: element e of vector i
-#pragma unroll
-            for (int i = 0; i < STAGE; ++i) {
-                const int u = v + i * TEAM;
-                const uint4 x = u < end ? again[u] : nothing(scalar{});
-#pragma unroll
-                for (int e = 0; e < W; ++e) {
-                    const float logit = own.score == NEG_INF ? NEG_INF : element(x, e, scalar{});
-                    reach |= (own.total(logit) < limit ? 0u : 1u) << (W * i + e);
-                }
-            }
+    for (unsigned int reaching = __ballot_sync(~0u, most >= bound); reaching; reaching &= reaching - 1) {
+        const unsigned int of = thread / 32 * 32 + __ffs(reaching) - 1;
+        const auto [_, beam_row, begin, end] = part_of(of);
+        const LogitRow<scalar> again = row_of(beam_row);
 #pragma unroll 1
-            for (; reach; reach &= reach - 1) {
-                const int bit = __ffs(reach) - 1, j = (v + bit / W * TEAM) * W + bit % W;
-                if (j >= min(end * W, vocab)) continue;
-                const Ranked candidate = ranked((float)again.x[j], of, j);
-                if (!(key_value(candidate.score) < limit)) found.add(candidate);
-            }
+        for (int v = begin + of % TEAM + thread % 32 / W * TEAM; v < end; v += 32 / W * TEAM) {
+            const int j = v * W + thread % W;
+            if (j >= vocab) continue;
+            const Ranked candidate = ranked((float)again.x[j], beam_row, j);
+            if (!(key_value(candidate.score) < limit)) found.add(candidate);
         }
+    }
     __syncthreads();
     const auto put_ranked = [&](int place, const Ranked& x) { results.put(place, x); };
     if (found.complete()) {
-        found.re_rank<BLOCK>(wanted, put_ranked);
+        found.re_rank_by_warps<BLOCK>(wanted, put_ranked);
     } else {
         const auto element_at = [&](int i) {
             const int beam_row = i / vocab, j = i - beam_row * vocab;

@@ -45,6 +45,65 @@ struct BannedTokens {
         for (int i = 0; i < count; ++i) found |= tokens[i] == j;
         return found;
     }
+    // The key, as of read_slice, of the best element of the vectors that may hold them.
+    template <int BLOCK, typename T, typename Hooks>
+    __device__ Key best(const LogitRow<T>& row, int first, int last, const Hooks& hooks, unsigned int mark, int me) const {
+        Key best = 0;
+#pragma unroll 1
+        for (unsigned int left = mine; left; left &= left - 1)
+#pragma unroll 1
+            for (int u = first + me + (__ffs(left) - 1) * BLOCK; u < last; u += 32 * BLOCK) {
+                const unsigned int hidden = hooks.hidden(u * W) | in_vector(u);
+                const float greatest = greatest_but<T>(allowed<T>(row[u], u * W, row.vocab, nullptr), hidden);
+                best = max(best, make_key(greatest, mark + u * W + W - 1));
+            }
+        return best;
+    }
+};
+
+// The same for up to 32 tokens, each of which a lane has loaded, with fewer instructions but more registers. By whole warps.
+template <int W>
+struct BannedOfLanes : BannedTokens<W> {
+    int token;             // number `lane`, or -1
+    unsigned int of_warp;  // bit i: token i is in a vector of the warp
+
+    template <int BLOCK>
+    __device__ void find(int first, int last, int me) {
+        const unsigned int v = (unsigned int)token / W - first;
+        of_warp = __ballot_sync(~0u, v < last - first && v % BLOCK / 32 == me / 32);
+        this->mine = 0;
+#pragma unroll 1
+        for (unsigned int left = of_warp; left; left &= left - 1) {
+            const unsigned int u = __shfl_sync(~0u, v, __ffs(left) - 1);
+            if (u % 32 == me % 32) this->mine |= 1u << u / BLOCK % 32;
+        }
+    }
+    // Whether one of those in the warp's vectors is j, which may differ between lanes.
+    __device__ bool warp_contains(int j) const {
+        bool found = false;
+#pragma unroll 1
+        for (unsigned int left = of_warp; left; left &= left - 1) found |= __shfl_sync(~0u, token, __ffs(left) - 1) == j;
+        return found;
+    }
+    // A lane looks at one element.
+    template <int BLOCK, typename T, typename Hooks>
+    __device__ Key best(const LogitRow<T>& row, int first, int last, const Hooks& hooks, unsigned int mark, int me) const {
+        const int lane = me % 32;
+        Key best = 0;
+#pragma unroll 1
+        for (unsigned int left = of_warp; left; left &= left - 1) {
+            const unsigned int v = (unsigned int)__shfl_sync(~0u, token, __ffs(left) - 1) / W - first;
+#pragma unroll 1
+            for (int u = first + (int)(v % (32 * BLOCK)); u < last; u += 32 * BLOCK) {
+                const int j = u * W + lane;
+                float logit = lane < W && j < row.vocab ? (float)row.x[j] : NEG_INF;
+                if (hooks.hidden(u * W) >> lane & 1 || warp_contains(j)) logit = NEG_INF;
+                const unsigned int greatest = warp_max(ordered(logit));
+                if ((u - first) % 32 == lane) best = max(best, (Key)greatest << 32 | ~(mark + u * W + W - 1));
+            }
+        }
+        return best;
+    }
 };
 
 // Hooks that ban and penalise nothing.
@@ -99,26 +158,18 @@ __device__ Normaliser read_again(
 // the first stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of reference_of.
 // `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the key of its best element:
 // (logit, mark + index), with the last index of the vector that holds it, which orders groups as well; 0 if there is no element.
-template <int BLOCK, typename T, typename Hooks>
+template <int BLOCK, typename T, typename Hooks, typename Banned>
 __device__ Key read_slice(
     const LogitRow<T>& row, int first, int last, uint4 (&x)[STAGE], const Hooks& hooks,
-    const BannedTokens<WIDTH<T>>& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part,
+    const Banned& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part,
     float4* sums, int me) {
     constexpr int W = WIDTH<T>, STEP = STAGE * BLOCK;
     const int lane = me % 32, whole = min(last, row.whole());
     const int loadable = opaque(row.shift() ? 0 : whole);  // vectors that one load instruction takes
     const float scaled = reference * LOG2E;
     const uint4* next = row.piece(first + me) + STEP;
-    // The vectors that may hold banned tokens are looked at here; the loop leaves them out.
-    Key best = 0;
-#pragma unroll 1
-    for (unsigned int left = bans.mine; left; left &= left - 1)
-#pragma unroll 1
-        for (int u = first + me + (__ffs(left) - 1) * BLOCK; u < last; u += 32 * BLOCK) {
-            const unsigned int hidden = hooks.hidden(u * W) | bans.in_vector(u);
-            const float greatest = greatest_but<T>(allowed<T>(row[u], u * W, row.vocab, nullptr), hidden);
-            best = max(best, make_key(greatest, mark + u * W + W - 1));
-        }
+    // The loop leaves out the vectors that may hold banned tokens.
+    Key best = bans.template best<BLOCK>(row, first, last, hooks, mark, me);
     float most = NEG_INF;  // the greatest of the others that is neither banned nor listed
     int at = first + me;
     // Writes the parts of the stages before vector `end` whose sums are in shared memory, from vector `begin` on.

@@ -66,6 +66,27 @@ __device__ unsigned int retrieve(unsigned int greatest, int k) {
     return bound;
 }
 
+// The same for k <= 16 in a block of many warps, to which all of them contribute: no thread makes more than a few steps. The
+// bound is lower by up to 31 units of `greatest`; where all are 0, it is 0.
+template <int BLOCK>
+__device__ unsigned int retrieve_few(unsigned int greatest, int k) {
+    __shared__ unsigned int group[32];
+    __shared__ unsigned int bound;
+    const unsigned int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0) group[lane] = 0;
+    __syncthreads();
+    atomicMax(group + lane, greatest);
+    __syncthreads();
+    const unsigned int unique = (group[lane] & ~31u) | lane;
+#pragma unroll
+    for (int first = 0; first < 32; first += BLOCK / 32) {
+        const unsigned int mine = __shfl_sync(~0u, unique, first + warp);
+        if (__popc(__ballot_sync(~0u, unique > mine)) == k - 1 && lane == 0) bound = mine & ~31u;
+    }
+    __syncthreads();
+    return bound;
+}
+
 // Filtered elements in shared memory, in any order.
 template <typename T, int ROOM>
 struct Candidates {
@@ -78,7 +99,8 @@ struct Candidates {
     }
     __device__ bool complete() const { return *count <= ROOM; }
 
-    // Re-rank: an element's place is the number of greater candidates; all candidates differ.
+    // Re-rank: an element's place is the number of greater candidates; all candidates differ. A thread compares a candidate
+    // with all, or in a block of many warps a warp does, which is sooner if they are few.
     template <int BLOCK, typename Write>
     __device__ void re_rank(int k, const Write& write) const {
         const int n = *count;
@@ -89,6 +111,19 @@ struct Candidates {
 #pragma unroll 4
             for (int other = 0; other < n; ++other) rank += list[other] > mine;
             if (rank < k) write(rank, mine);
+        }
+    }
+    template <int BLOCK, typename Write>
+    __device__ void re_rank_by_warps(int k, const Write& write) const {
+        const int n = *count, lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int c = threadIdx.x / 32; c < n; c += BLOCK / 32) {
+            const T mine = list[c];
+            int rank = 0;
+#pragma unroll 1
+            for (int first = 0; first < n; first += 32)
+                rank += __popc(__ballot_sync(~0u, first + lane < n && list[first + lane] > mine));
+            if (lane == 0 && rank < k) write(rank, mine);
         }
     }
 };

@@ -1,5 +1,7 @@
 """Beam steps and sampling, emulated on any CPU."""
 
+import itertools
+
 import emulator
 import numpy as np
 import pytest
@@ -102,6 +104,79 @@ def test_beam_step(monkeypatch, sentences, beam, vocab, kind, dtype, bans, count
     np.testing.assert_allclose(found[0], want[0], rtol=4e-6, atol=4e-6)
     np.testing.assert_array_equal(found[1], want[1])
     np.testing.assert_array_equal(found[2], want[2])
+
+
+BLOCKS = [  # beam, vocabulary, kind, dtype, number of bans, continuations
+    (1, 2049, "usual", BFLOAT16, 0, 2), (4, 4099, "usual", BFLOAT16, 1, 8),
+    (8, 1030, "usual", np.float16, 2, 16), (4, 2050, "best are banned", np.float32, 32, 8),
+    (2, 9001, "best are banned", BFLOAT16, 32, 4), (4, 4099, "many equal", BFLOAT16, 2, 8),
+    (8, 1025, "many equal", np.float32, 1, 24), (3, 700, "NaN", np.float16, 32, 9),
+    (1, 5000, "forced", np.float32, 1, 16), (5, 40, "half -inf", BFLOAT16, 32, 10),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beam, vocab, kind, dtype, bans, count", BLOCKS)
+def test_beam_step_of_a_block_per_sentence(monkeypatch, beam, vocab, kind, dtype, bans, count):
+    """With each number of bans, beams that are dead, and a sentence that has ended."""
+    monkeypatch.setattr(beams, "FEW_STAGES", 99)
+    monkeypatch.setattr(beams, "MOST_STAGES", 99)
+    random = np.random.default_rng(vocab)
+    logits = logits_of(random, 3 * beam, vocab, kind, dtype)
+    if kind == "many equal":  # more candidates than lanes
+        logits[:, 5 : vocab : vocab // 50] = 30
+    scores = -3 * random.random((3, beam)).astype(np.float32)
+    scores[0, 1:] = scores[1] = scores[2, : beam // 2] = -np.inf
+    banned = random.integers(0, vocab, bans).astype(np.int32)
+    banned[: bans // 2] = [vocab - 1, *range(40)][: bans // 2]  # some in one vector
+    inputs = logits, scores, banned, None, None
+    given = {"vocab_size": vocab, "count": count}
+    machine = emulator.Machine(beam, 3, card="9.0")
+    found = run(beams, machine, inputs, **given)
+    with np.errstate(invalid="ignore"):
+        want, _ = beams._forward_reference(*inputs, needs=(False,) * 5, **given)
+    np.testing.assert_allclose(found[0], want[0], rtol=4e-6, atol=4e-6)
+    np.testing.assert_array_equal(found[1], want[1])
+    np.testing.assert_array_equal(found[2], want[2])
+    settled = run(beams, emulator.Machine(beam, 3, card="9.0"), inputs, settled=True, **given)
+    assert [x.tobytes() for x in settled] == [x.tobytes() for x in found]
+    monkeypatch.setattr(beams, "TEAMS", 0)
+    by_many = run(beams, emulator.Machine(beam, 3, card="9.0"), inputs, **given)
+    assert [x.tobytes() for x in by_many] == [x.tobytes() for x in found]
+
+
+def test_scores_that_a_launch_copies_are_not_read_before_it_is_over(monkeypatch):
+    seen, kernel = [], emulator.Machine.kernel
+
+    def recorded(machine, file, name, **constants):
+        seen.append((name, constants.get("SETTLED")))
+        return kernel(machine, file, name, **constants)
+
+    monkeypatch.setattr(emulator.Machine, "kernel", recorded)
+    random = np.random.default_rng(1)
+    logits = random.standard_normal((4, 99)).astype(np.float32)
+    wide = -random.random((2, 4)).astype(np.float32)
+    bans = np.arange(4, dtype=np.int32)
+    found = []
+    for scores, banned in ((wide[:, ::2].copy(), bans[::2].copy()), (wide[:, ::2], bans[::2])):
+        inputs = logits, scores, banned, None, None
+        given = {"vocab_size": 99, "count": 4, "settled": True}
+        machine = emulator.Machine(1, 3, card="9.0")
+        found.append([x.tobytes() for x in run(beams, machine, inputs, **given)])
+    assert seen == [("beam_step_block", 1), ("beam_step_block", 0)] and found[0] == found[1]
+
+
+def test_teams_of_a_block_cover_the_rows():
+    """And their slices are those that the kernel computes by a multiplication."""
+    for beam, vocab, itemsize, most in itertools.product(
+        range(1, 10), (2, 1000, 8000, 8193, 32000), (2, 4), (1, 2, 99)
+    ):
+        if teams := beams._teams(beam, vocab, itemsize, most):
+            threads, slices, stages, parts = teams
+            assert beam * slices <= threads // beams.BLOCK <= beams.TEAMS and stages <= most
+            assert slices * stages * beams.BLOCK * beams.STAGE * 16 >= vocab * itemsize
+            assert parts == beams._stages_of_row(vocab, itemsize, beams.BLOCK) * beams.BLOCK // 32
+            every = range(beams.TEAMS)
+            assert [t * -(-256 // slices) >> 8 for t in every] == [t // slices for t in every]
 
 
 def test_bits_of_a_beam_step_do_not_depend_on_the_launch(monkeypatch):

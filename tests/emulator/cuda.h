@@ -63,6 +63,7 @@ inline void griddepcontrol_wait() {}  // kernels run one after another
 inline void griddepcontrol_launch_dependents() {}
 long long clock64();
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
+template <typename T> T atomicMax(T* to, T x) { const T old = *to; if (x > old) *to = x; return old; }
 inline u32 atomicInc(u32* to, u32 last) { const u32 old = *to; *to = old < last ? old + 1 : 0; return old; }
 inline u32 atomicOr(u32* to, u32 x) { const u32 old = *to; *to |= x; return old; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }

@@ -32,7 +32,7 @@ from gpuattn.cuda.sources import serves
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
-from gpuattn.ops.arguments import described, integer
+from gpuattn.ops.arguments import check_flags, described, integer
 from gpuattn.ops.sampling.topk_logprobs import (
     checked_banned,
     checked_vocab_size,
@@ -69,6 +69,7 @@ def beam_step(
     penalties: tuple[Array, Array] | None = None,
     count: int | None = None,
     vocab_size: int | None = None,
+    settled: bool = False,
     impl: str | None = None,
 ) -> Call[tuple[Array, Array, Array]]:
     """Return (scores, parents, tokens) of the 2K best continuations of each sentence's K beams.
@@ -81,8 +82,10 @@ def beam_step(
     the amount is subtracted from the score of its token in that row; inf bans the token, amounts of
     one token add up, and -1 lists no token. Probabilities of other tokens are not renormalised.
     ``count``: of continuations to return, up to K * V; None: 2K.
-    ``vocab_size``: V <= C, at least 2; columns from V on are padding and never read. ``impl``:
-    "raw-simt", "numba", "reference", or None for the first that accepts. There is no gradient.
+    ``vocab_size``: V <= C, at least 2; columns from V on are padding and never read. ``settled``:
+    that the launch before this one writes neither ``scores`` nor ``banned``; they may then be
+    loaded while it still runs. ``impl``: "raw-simt", "numba", "reference", or None for the first
+    that accepts. There is no gradient.
 
     Returned are, each (B, count): the new scores, sorted; the beam that each continues (int32, 0 to
     K - 1); the token it adds (int32). Of equal scores the lower beam comes first, within a beam the
@@ -117,8 +120,9 @@ def beam_step(
     if banned is None or banned.dtype != np.int32 or banned.ndim != 1:
         checked_banned("beam_step", banned, vocab_size)
     _check_penalties(listed, amounts, len(logits), scores.dtype)
+    check_flags("beam_step", settled=settled)
     inputs = logits, scores, banned, listed, amounts
-    return Call(IMPLS, inputs, impl, vocab_size=vocab_size, count=count)
+    return Call(IMPLS, inputs, impl, vocab_size=vocab_size, count=count, settled=settled)
 
 
 def _are_tokens(banned):
@@ -149,7 +153,9 @@ def _check_penalties(listed, amounts, rows, dtype):
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
-def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_size, count):
+def _forward_reference(
+    logits, scores, banned, listed, amounts, *, needs, vocab_size, count, settled=False
+):  # fmt: skip
     if len(logits) == 0:
         return _outputs(scores, count), None
     xp, dtype, beam = get_xp(logits), scores.dtype, scores.shape[1]
@@ -262,7 +268,9 @@ def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, count,
     return None
 
 
-def _forward_numba(logits, scores, banned, listed, amounts, *, needs, vocab_size, count):
+def _forward_numba(
+    logits, scores, banned, listed, amounts, *, needs, vocab_size, count, settled=False
+):  # fmt: skip
     outputs = _outputs(scores, count)
     if len(logits) == 0:
         return outputs, None
@@ -333,7 +341,9 @@ def _refuse_raw(logits, scores, banned, *_, vocab_size, count, **__):
     return None
 
 
-def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, count):
+def _forward_raw(
+    logits, scores, banned, listed, amounts, *, needs, vocab_size, count, settled=False
+):  # fmt: skip
     xp, (sentences, beam) = get_xp(logits), scores.shape
     outputs = _outputs(scores, count)
     if sentences == 0:
@@ -341,6 +351,7 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     rows, stride = strided_rows(logits)
     mask, bans = (None, banned) if _are_tokens(banned) else (banned, None)
     hooks = mask is not None or listed is not None
+    copied = not all(x is None or x.flags.c_contiguous for x in (scores, bans))  # by launches
     extras = [None if x is None else xp.ascontiguousarray(x) for x in (bans, mask, listed, amounts)]
     scores = xp.ascontiguousarray(scores)
     tokens = 0 if bans is None else len(bans)
@@ -352,9 +363,11 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     most = MOST_STAGES if 2 * sentences >= card.multiprocessors else FEW_STAGES
     if whole and (teams := _teams(beam, *sizes, most)):
         threads, slices, stages, parts = teams
-        kernel(WHOLE, "beam_step_block", scalar=ctype(logits.dtype), BLOCK=threads)(
+        constants = {"scalar": ctype(logits.dtype), "BLOCK": threads}
+        constants["SETTLED"] = int(settled and not copied)
+        kernel(WHOLE, "beam_step_block", **constants)(
             (sentences,), (threads,), rows, scores, extras[0], flag, *outputs, stride, vocab_size,
-            beam, tokens, slices, stages, count, shared_bytes=8 * beam * parts,
+            beam, tokens, slices, -(-256 // slices), stages, count, shared_bytes=8 * beam * parts,
         )  # fmt: skip
         return outputs, None
     block = BLOCK if count <= BLOCK // 2 else 2 * BLOCK
