@@ -7,7 +7,7 @@
 // Arch: sm_90 sm_100 sm_103
 //
 // With SETTLED the launch before writes neither `scores` nor `bans`, which are loaded beside it: whatever wrote them is over,
-// as that launch, or row_embedding before it (see linear/row_linear.cu), has itself waited when it lets the next one start.
+// as that launch, or one before it (see linear/row_linear.cu), has itself waited when it lets the next one start.
 //
 // A block has a multiprocessor for itself, so its time is that of one chain of phases. An instruction of all 32 warps takes
 // eight cycles, so what few threads need is computed by these, and loads start together.
