@@ -170,7 +170,6 @@ class TranslationSearch(Packed):
             of_slots.append((prefix[:, None], forced.reshape(prefix.shape)))
         store_rows(of_slots, places, places)
         self.beams.start(self.bos, limits)
-        self.embed()
 
     begin = encode
 
@@ -237,8 +236,7 @@ class TranslationSearch(Packed):
             logits, beams.scores, banned=self.banned, penalties=penalties,
             count=candidates(self.options), vocab_size=self.model.config.vocab, settled=True,
         )  # fmt: skip
-        state = {"eos": self.eos, "settled": True, "embedding": self.embedding}
-        beam_update(*found, beams, **state, **self.ending)
+        beam_update(*found, beams, eos=self.eos, settled=True, **self.ending)
 
     def _ruled(self, logits):
         """Apply the rules that depend on texts; return logits and penalties for ``beam_step``."""

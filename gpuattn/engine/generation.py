@@ -219,7 +219,6 @@ class Generation(Packed):
         of_slots = (self.numbers[:, None], own), (self.rules.first[:, None], last)
         store_rows(of_slots, slots, slots)
         self._compute_prompts(*before)
-        self.embed()
 
     # ---- prompts but for their last tokens ----
 
@@ -323,7 +322,7 @@ class Generation(Packed):
             self._ruled(logits), keys=texts.keys, numbers=self.numbers, banned=self.banned,
             vocab_size=self.model.config.vocab, **self.draws,
         )  # fmt: skip
-        text_update(*drawn, texts, eos=self.eos, settled=True, embedding=self.embedding)
+        text_update(*drawn, texts, eos=self.eos, settled=True)
 
     def _ruled(self, logits):
         """Return the logits with the bans and penalties that texts bring."""

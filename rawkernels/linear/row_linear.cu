@@ -11,8 +11,7 @@
 // A block multiplies 64 rows with OUTPUTS outputs over a part of the depth; SPLITS blocks, a cluster, have all of it. Each
 // sends its sums to the blocks that finish those rows. Weights do not change while texts are decoded, so their first stages
 // are loaded before the wait for the kernel before, beside whose blocks this one's may run: what wrote weights is over, as
-// row_embedding or an attention is among the kernels before, and has itself waited when it lets the next one start, or an
-// update that makes states, which lets none start before it has ended.
+// row_embedding or an attention is among the kernels before, and has itself waited when it lets the next one start.
 //
 // With up to EAGER rows the next kernel may start as soon as all blocks of this one have, not after its wait: it has more
 // time to load weights, keys and values. With more rows its blocks would take room from kernels that still compute.

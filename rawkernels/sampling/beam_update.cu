@@ -1,19 +1,14 @@
-// The update after beam_step: finished texts go to a pool of the K best, K beams continue, and a sentence may be done. With
-// STATES the launch also makes the states that the next step begins with.
-// Constants: SETTLED = 0, 1; STATES = void; PACKS = 1; POSITIONS = false
-// Constants: SETTLED = 1; STATES = f16, bf16; PACKS = 1, 2, 3; POSITIONS = false, true
+// The update after beam_step: finished texts go to a pool of the K best, K beams continue, and a sentence may be done.
+// Constants: SETTLED = 0, 1
 // Launch:    beam_update: grid = (sentences,), block = (BLOCK,), shared memory: 16 * (beam + count) bytes. One block per sentence.
 //            beam_start, beam_texts: the same, without shared memory.
 //            dependent: beam_update, beam_texts
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 //
 // With SETTLED the launch before beam_update writes none of the state, which is loaded beside it: whatever wrote that is over
-// when a launch that has waited lets beam_update start. With STATES no launch starts before this one has ended: the next one may
-// be a row_linear, which lets a launch behind it start that reads the state early.
+// when a launch that has waited lets beam_update start.
 #include "common/grid_dependency.cuh"
-#include "embedding_row.cuh"
 
-constexpr bool EMBEDS = EMBEDDED<STATES>;
 constexpr int BLOCK = 128, MAX_BEAM = 64, MAX_COUNT = 128;
 constexpr int EACH = 8;             // loads that a thread has under way
 constexpr int LINKS = 1024;         // of texts, in shared memory at a time
@@ -105,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     int2* history,                  // (sentences, room, beam): token, parent
     short* slots,                   // (sentences, beam, room)
     const float* divisors,          // (room + 2,): divisor of a score by the length of its text
-    const __grid_constant__ Embedding embedding,  // of STATES
     int beam,
     int room,
     int count,
@@ -146,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
 #pragma unroll
     for (int i = 0; i < TABLE / BLOCK; ++i) table[me + i * BLOCK] = divisor[i];
     __syncthreads();
-    if (!EMBEDS) grid_launch_dependents();
+    grid_launch_dependents();
     const auto divisor_of = [&](int length) { return length < TABLE ? table[length] : divisors[length]; };
 
     const bool last = step + 1 == limit, best_ends = candidates[0].ends;
@@ -194,9 +188,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
         }
         if (!ending && !last) tokens[i] = next.token, positions[i] = step + 1, key_counts[i] = step + 2;
     }
-    if constexpr (EMBEDS)
-        for (int i = me / 32; i < beam && !ending && !last; i += BLOCK / 32)
-            embed_row<STATES, PACKS, POSITIONS>(embedding, first + i, candidates[continuing[i]].token, step + 1, me % 32);
     if (last) pool.keep_best(texts, beam, 2 * beam, best_texts);
     if (me == 0) texts_ended[sentence] = ended, best_ended[sentence] = was_best || best_ends;
     if (ending || last) {

@@ -1,20 +1,15 @@
-// The update after sample_tokens: each text takes its token, and may be done. With STATES the launch also makes the states that
-// the next step begins with.
-// Constants: SETTLED = 0, 1; STATES = void; PACKS = 1; POSITIONS = false
-// Constants: SETTLED = 1; STATES = f16, bf16; PACKS = 1, 2, 3; POSITIONS = false, true
-// Launch:    grid = (ceil(texts * LANES / BLOCK),), block = (BLOCK,). LANES threads per text.
-//            text_start: grid = (ceil(texts / BLOCK),), block = (BLOCK,). One thread per text.
+// The update after sample_tokens: each text takes its token, and may be done.
+// Constants: SETTLED = 0, 1
+// Launch:    grid = (ceil(texts / BLOCK),), block = (BLOCK,). One thread per text.
+//            text_start: the same.
 //            dependent: text_update
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 //
 // With SETTLED the launch before text_update writes none of the state, which is loaded beside it: whatever wrote that is over
 // when a launch that has waited lets text_update start.
 #include "common/grid_dependency.cuh"
-#include "embedding_row.cuh"
 
 constexpr int BLOCK = 128;
-constexpr bool EMBEDS = EMBEDDED<STATES>;
-constexpr int LANES = EMBEDS ? 32 : 1;  // of a text
 
 extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
     const int* chosen,       // (texts,)
@@ -31,12 +26,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
     bool* ended,             // (texts,): whether an end mark came
     int* live,               // (1,): number of texts that are not done
     int* history,            // (texts, room): new tokens
-    const __grid_constant__ Embedding embedding,  // of STATES
     int texts,
     int room,
     int marks) {
     if (!SETTLED) grid_dependency_wait();
-    const int i = (blockIdx.x * BLOCK + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
+    const int i = blockIdx.x * BLOCK + threadIdx.x;
     const bool going = i < texts && !done[i];
     int step = 0, limit = 0, position = 0, draw = 0;
     float score = 0;
@@ -47,16 +41,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
     const float logprob = logprobs[i];
     bool ends = false;
     for (int e = 0; e < marks; ++e) ends |= token == eos[e];
-    const bool stays = !ends && logprob != NEG_INF, goes_on = stays && step + 1 < limit;
-    if constexpr (EMBEDS)
-        if (goes_on) embed_row<STATES, PACKS, POSITIONS>(embedding, i, token, position + 1, lane);
-    if (EMBEDS) __syncwarp();  // all lanes have read the state
-    if (lane) return;
+    const bool stays = !ends && logprob != NEG_INF;
     scores[i] = score + logprob;
     history[(long long)i * room + step] = token;
     lengths[i] = step + stays;
     ended[i] = ends;
-    if (goes_on) {
+    if (stays && step + 1 < limit) {
         tokens[i] = token;
         positions[i] = position + 1, key_counts[i] = position + 2, keys[i].w = draw + 1;
     } else {

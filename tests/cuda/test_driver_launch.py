@@ -16,12 +16,11 @@ from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, driver_launch, kernels, sources
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.engine.steps.projected_attention import Blocks, projected_attention
-from gpuattn.engine.steps.row_step import row_linear
+from gpuattn.engine.steps.row_step import row_embedding, row_linear
 from gpuattn.ops.attention import hopper_head
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear import linear_dropout_add_norm as row_products
-from gpuattn.ops.row_embedding import RowEmbedding
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
@@ -211,13 +210,6 @@ def begun_beams():
     return beams, [array.copy() for array in beams.arrays()]
 
 
-def row_embedding_of(x, y, tokens):
-    """The states of all tokens by tables in x and y, and their statistics."""
-    made = RowEmbedding(len(tokens), x[:, :768], y[:, :768])
-    made(tokens, tokens)
-    return made.states, made.statistics
-
-
 def text_update_of(x, tokens):
     """The state of 32 texts after an update by log-probabilities from x."""
     texts, begun = begun_texts()
@@ -338,7 +330,9 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
         *[x.reshape(1, 160, 4, 64)] * 3, causal=True
     ),
     "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
-    "row_embedding": lambda x, y, v, scores, tokens: row_embedding_of(x, y, tokens),
+    "row_embedding": lambda x, y, v, scores, tokens: row_embedding(
+        tokens, tokens, x[:, :768], y[:, :768]
+    ),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores.reshape(-1, 10)),
     "beam_step_block": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
     "step_attention": lambda x, y, v, *others: step_attention_of(x, y, *others),

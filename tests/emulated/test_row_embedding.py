@@ -7,12 +7,7 @@ from checks import sampled
 
 from gpuattn import arrays
 from gpuattn.arrays import BFLOAT16
-from gpuattn.ops import row_embedding as module
-from gpuattn.ops.row_embedding import RowEmbedding
-from gpuattn.ops.sampling import beam_update as beams_module
-from gpuattn.ops.sampling import text_update as texts_module
-from gpuattn.ops.sampling.beam_update import Beams, beam_update
-from gpuattn.ops.sampling.text_update import Texts, text_update
+from gpuattn.engine.steps import row_step
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
 CASES = [  # dtype, rows, width, scale, positions, statistics, card
@@ -37,15 +32,11 @@ def test_against_float64(dtype, rows, width, scale, positions, measured, card):
     weight, table = draw(50, width + 8)[:, :width], draw(20, width) if positions else None
     tokens, places = (random.integers(0, n, rows).astype(np.int32) for n in (40, 20))
     machine = emulator.Machine(seed=rows, card=card)
-    tokens, places, weight, table = (
-        x if x is None else emulator.as_array(x) for x in (tokens, places, weight, table)
-    )
+    given = (emulator.as_array(x) for x in (tokens, places, weight, table))
     with machine.in_place(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "kernel", machine.kernel)
+        patch.setattr(row_step, "kernel", machine.kernel)
         patch.setattr(arrays, "allocate", poisoned)
-        made = RowEmbedding(rows, weight, table, scale=scale, used=40, measured=measured)
-        made(tokens, places)
-        states, found = made.states, made.statistics
+        states, found = row_step.row_embedding(*given, scale=scale, used=40, measured=measured)
         assert not np.asarray(arrays._flags[0]).any()
     want = scale * weight[tokens].astype(np.float64)
     if positions:
@@ -66,66 +57,8 @@ def test_an_index_out_of_range_is_flagged():
     tokens = emulator.as_array(np.array([3, 4, -1], np.int32))
     machine = emulator.Machine(seed=0)
     with machine.in_place(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "kernel", machine.kernel)
-        made = RowEmbedding(3, weight)
-        made(tokens, tokens)
+        patch.setattr(row_step, "kernel", machine.kernel)
+        states, _ = row_step.row_embedding(tokens, tokens, weight)
         flags = np.asarray(arrays._flags[0])
         assert flags[flags[:, 1] == 4].shape == (1, 2)
-    assert (made.states.astype(np.float32) == 1).all()
-
-
-UPDATES = [  # beams (0: texts without), dtype, width, positions, statistics, card
-    (beam, dtype, width, positions, measured, card)
-    for dtype, card in ((BFLOAT16, "9.0"), (np.float16, "7.5"))
-    for beam, width in ((0, 64), (0, 768), (1, 320), (4, 512), (5, 768))
-    for positions, measured in ((True, True), (False, True), (True, False))
-]
-
-
-@pytest.mark.parametrize("beam, dtype, width, positions, measured, card", sampled(UPDATES, 8))
-def test_updates_make_the_states_of_new_tokens(beam, dtype, width, positions, measured, card):
-    """The same bits as the launch that makes those of all texts; others stay as they were."""
-    rng, count, room = np.random.default_rng(width + beam), 11, 6
-    rows = count * max(beam, 1)
-
-    def draw(*shape):
-        return emulator.as_array(rng.standard_normal(shape).astype(dtype))
-
-    tables = (draw(50, width), draw(room, width) if positions else None)
-    machine = emulator.Machine(seed=rows, card=card)
-    eos, limits = np.array([7, 3], np.int32), rng.integers(0, room, count).astype(np.int32)
-    none = np.zeros(count, np.int32)
-    with machine.in_place(), pytest.MonkeyPatch.context() as patch:
-        for place in (module, beams_module, texts_module):
-            patch.setattr(place, "kernel", machine.kernel)
-        for place in (beams_module, texts_module):
-            patch.setattr(place, "kernel_refusal", lambda *_: None)
-        patch.setattr(arrays, "allocate", poisoned)
-        own, other = (RowEmbedding(rows, *tables, scale=3.0, measured=measured) for _ in "ab")
-        if beam:
-            state = Beams(np.zeros(1, np.float32), count, beam, room, lambda length: length + 1)
-            state.start(5, limits)
-        else:
-            state = Texts(np.zeros(1, np.float32), count, room)
-            state.start(none + 5, none, limits, np.zeros((count, 4), np.uint32))
-        for step in range(room):
-            known = [x.copy() for x in (own.states, own.statistics) if x is not None]
-            update = {"eos": eos, "settled": True, "embedding": own, "impl": "raw-simt"}
-            if beam:
-                found = np.sort(-4 * rng.random((count, 3 * beam)).astype(np.float32))[:, ::-1]
-                parents, tokens = (
-                    rng.integers(0, n, found.shape).astype(np.int32) for n in (beam, 50)
-                )
-                beam_update(found.copy(), parents, tokens, state, **update)
-            else:
-                logprobs = -rng.random(count).astype(np.float32)
-                text_update(rng.integers(0, 50, count).astype(np.int32), logprobs, state, **update)
-            other(state.tokens, state.positions)
-            going = np.repeat(~np.asarray(state.done), rows // count)
-            assert going.any() or step
-            fresh = [x for x in (other.states, other.statistics) if x is not None]
-            now = [x for x in (own.states, own.statistics) if x is not None]
-            for x, new, old in zip(now, fresh, known, strict=True):
-                assert x[going].tobytes() == new[going].tobytes()
-                assert x[~going].tobytes() == old[~going].tobytes()
-        assert not going.any() and not np.asarray(arrays._flags[0]).any()
+    assert (states.astype(np.float32) == 1).all()

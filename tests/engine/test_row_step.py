@@ -26,7 +26,6 @@ from gpuattn.engine.steps.decoder_step import DecoderStep
 from gpuattn.engine.steps.projected_attention import blocks_of
 from gpuattn.engine.steps.row_step import RowStep
 from gpuattn.ops.embedding import embedding
-from gpuattn.ops.row_embedding import RowEmbedding
 
 GPT, PRE, POST = {"inner": 128}, {"norm": "pre", "ffn": 128}, {"norm": "post", "ffn": 128}
 CASES = {
@@ -84,18 +83,13 @@ def attention_on_host(
     return attention(queries, keys, values, lengths).astype(np.float32)
 
 
-class EmbeddingOnHost:
-    def __init__(self, rows, weight, position_weight=None, *, scale=1.0, used=None, measured=True):
-        self.tables, self.scale, self.used = (weight, position_weight), scale, used
-        self.measured, self.states, self.statistics = measured, None, None
-
-    def __call__(self, tokens, positions):
-        weight, places = self.tables
-        states = self.scale * weight[: self.used][tokens.ravel()]
-        if places is not None:
-            states = states + places[positions.ravel()]
-        self.states = states.astype(np.float32)
-        self.statistics = statistics_of(states, 1) if self.measured else None
+def embedding_on_host(
+    tokens, positions, weight, position_weight=None, *, scale=1.0, used=None, measured=True
+):  # fmt: skip
+    states = scale * weight[:used][tokens]
+    if position_weight is not None:
+        states = states + position_weight[positions]
+    return states.astype(np.float32), statistics_of(states, 1) if measured else None
 
 
 class OnHost(RowStep):
@@ -116,7 +110,7 @@ def test_the_order_of_norms_and_sums(name, blocks, monkeypatch):
     monkeypatch.setattr(row_step, "blocks_of", lambda *_: blocks)
     monkeypatch.setattr(row_step, "projected_attention", attention_on_host)
     monkeypatch.setattr(row_step, "row_linear", on_host)
-    monkeypatch.setattr(row_step, "RowEmbedding", EmbeddingOnHost)
+    monkeypatch.setattr(row_step, "row_embedding", embedding_on_host)
     case = CASES[name]
     model = model_of(case, 1, np.float32, np.float32)
     known, search = (Search(case, 1, np.float32, model) for _ in range(2))
@@ -125,7 +119,6 @@ def test_the_order_of_norms_and_sums(name, blocks, monkeypatch):
         if n:
             known.advance()
             search.advance()
-        step.embed()
         np.testing.assert_allclose(step(), known.by_ops(), rtol=2e-4, atol=2e-4)
 
 
@@ -196,7 +189,6 @@ def test_which_step_a_search_has():
                 noted.clear()
                 step.pack()
                 assert [launch.name for launch in noted] == ["fold_norm"]
-                step.embed()
                 step()
                 names = [x.name for x in noted]
                 assert names[1:3] == ["row_embedding", "row_linear"]
@@ -232,16 +224,14 @@ def test_numbers(gpu, name, dtype):
     skip_without(row_step.FILE, search.model)
     step = RowStep(search.model, *search.own)
     step.pack()
-    step.embed()
     found = step().copy()
     assert host(step()).tobytes() == host(found).tobytes()
     logits = found, by_ops.by_ops(), exact.by_ops()
     assert_as_accurate(*(host(x)[:, : search.model.config.vocab] for x in logits))
     take_weights(search.model, model_of(case, 7, dtype, dtype, gpu.asarray))
+    step.pack()
     fresh = RowStep(search.model, *search.own)
-    for one in (step, fresh):
-        one.pack()
-        one.embed()
+    fresh.pack()
     assert host(fresh()).tobytes() == host(step()).tobytes() != host(found).tobytes()
 
 
@@ -260,18 +250,17 @@ def test_embedding(gpu, width, dtype):
         for scale, table in ((width**0.5, places), (1.0, None)):
             of = {"positions": positions, "position_weight": table} if table is not None else {}
             want = embedding(tokens, weight, **of, scale=scale, vocab_size=80, impl="raw-simt")
-            made, other = (
-                RowEmbedding(rows, weight, table, scale=scale, used=80, measured=measured)
-                for measured in (True, False)
+            states, found = row_step.row_embedding(
+                tokens, positions, weight, table, scale=scale, used=80
             )
-            for one in (made, other):
-                one(tokens, positions)
-            exact, wanted = (host(x).astype(np.float64) for x in (made.states, want))
-            np.testing.assert_allclose(exact, wanted, rtol=2**-7)
+            exact, other = (host(x).astype(np.float64) for x in (states, want))
+            np.testing.assert_allclose(exact, other, rtol=2**-7)
             exact = statistics_of(exact, 1)
-            np.testing.assert_allclose(host(made.statistics), exact, rtol=1e-5)
-            assert other.statistics is None
-            assert host(other.states).tobytes() == host(made.states).tobytes()
+            np.testing.assert_allclose(host(found), exact, rtol=1e-5)
+            again, none = row_step.row_embedding(
+                tokens, positions, weight, table, scale=scale, used=80, measured=False
+            )
+            assert none is None and host(again).tobytes() == host(states).tobytes()
 
 
 def test_the_engine_uses_it(gpu):

@@ -13,11 +13,11 @@ import gpuattn
 from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import compiler, sources
+from gpuattn.engine.steps.row_step import row_embedding
 from gpuattn.errors import KernelCompileError
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.image_patches import image_patches
-from gpuattn.ops.row_embedding import RowEmbedding
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
@@ -123,15 +123,8 @@ def beginnings(dtype, width):
     if dtype == FLOAT32:
         return
     ids, table = as_array(np.arange(9, dtype=np.int32)), floats(dtype, 20, width)
-    marks, beam = as_array(np.array([2], np.int32)), 3
-    for given, more in (((table, table), {}), ((table,), {"measured": False})):
-        embedding = RowEmbedding(9, *given, **more)
-        embedding(ids, ids)
-        texts, beams = Texts(table, 9, 5), Beams(table, 9 // beam, beam, 5, float)
-        update = {"eos": marks, "settled": True, "embedding": embedding}
-        text_update(ids, floats(np.float32, 9), texts, **update)
-        found = (as_array(np.zeros((9 // beam, 2 * beam), t)) for t in (np.float32, "i4", "i4"))
-        beam_update(*found, beams, **update)
+    row_embedding(ids, ids, table, table)
+    row_embedding(ids, ids, table, measured=False)
 
 
 def attention(dtype, size):

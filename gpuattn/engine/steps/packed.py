@@ -16,16 +16,6 @@ class Packed:
         """Begin the work of another call. ``changed``: whether the weights may have changed."""
         self.outdated |= changed
 
-    @property
-    def embedding(self) -> Any:
-        """What the update of a step makes of the new tokens, for the next one; or None."""
-        return getattr(self.decoder, "embedding", None)
-
-    def embed(self) -> None:
-        """Make what the first step of texts begins with, as updates do for later ones."""
-        if self.embedding is not None:
-            self.decoder.embed()
-
     def prepare(self) -> None:
         """Pack the weights as they are now, if they may have changed.
 

@@ -3,8 +3,8 @@
 A linear layer takes the norm before it, its activation and the residual sum into its launch, so a
 layer of a language model is five launches and one of a translation model eight, or seven where
 ``projected_attention`` takes its memory; the weights of a launch are loaded beside the launch
-before. Norms are folded into copies of the weights, and the update of a step makes the states that
-the next one begins with. Device code: ``rawkernels/linear/row_linear.cu``, ``fold_norm.cu``.
+before. Norms are folded into copies of the weights. Device code: ``rawkernels/row_embedding.cu``,
+``linear/row_linear.cu``, ``linear/fold_norm.cu``.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from gpuattn.engine.steps.records import Records
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.step_attention import memory_attention
-from gpuattn.ops.row_embedding import RowEmbedding
 
-FILE, FOLD = "linear/row_linear.cu", "linear/fold_norm.cu"
+FILE, FOLD, EMBED = "linear/row_linear.cu", "linear/fold_norm.cu", "row_embedding.cu"
 THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
+EMBED_WARPS, EMBED_COLUMNS = 4, 256  # rows of a block, columns of a row in one pass of its warp
 ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
 LEAST_ROWS = 16  # of a language model's step; below, one launch for all of it is faster
 MOST_ROWS = 512  # beyond, kernels of an op each are faster
@@ -149,9 +149,8 @@ class Stream(NamedTuple):
 class RowStep:
     """The step of ``model`` for the texts of ``state``: arguments as of DecoderStep.
 
-    A call is launches only and returns logits (rows, padded vocabulary) of the states that
-    ``embedding``, a RowEmbedding, holds: call ``embed`` first, or let the update of the step before
-    make them. Call ``pack`` before the first step, and after weights changed.
+    A call is launches only and returns logits (rows, padded vocabulary). Call ``pack`` before the
+    first step, and after weights changed.
     """
 
     def __init__(
@@ -163,8 +162,6 @@ class RowStep:
         self.like = like = model.parameters()[0].data
         self.rows = state.sentences * state.beam
         self._scalar = ctype(like.dtype)
-        with model.evaluating():
-            self.embedding = self._embedding(model.embedding if memory is None else model.target)
         self._folded: dict[int, tuple[Any, Any]] = {}  # by the id of a Linear
         self._records = Records()
         folds: list[np.ndarray] = []
@@ -182,14 +179,6 @@ class RowStep:
         xp, self._outputs = get_xp(like), sum(sizes)
         self._folds = xp.asarray(np.array(folds, FOLDING).view(np.uint8))
         self._owners = xp.asarray(np.repeat(np.arange(len(sizes)), sizes), np.int32)
-
-    def _embedding(self, table):
-        """Return the RowEmbedding of ``table``, an Embedding."""
-        places = table._positions()
-        return RowEmbedding(
-            self.rows, raw(table.weight), None if places is None else raw(places),
-            scale=table.scale, used=table.used, measured=layers_of(self.model)[0].pre_norm,
-        )  # fmt: skip
 
     def _fold(self, linear, norm, first):
         """Return the record of a layer into which a norm is folded."""
@@ -209,20 +198,26 @@ class RowStep:
             (blocks,), (FOLD_THREADS,), self._folds, self._owners, self._outputs
         )
 
-    def embed(self) -> None:
-        """Make the states of all texts' last tokens."""
-        self.embedding(self.state.tokens, self.state.positions)
-
     def __call__(self) -> Any:
         model, translates = self.model, self.memory is not None
         with model.evaluating():
-            x = Stream(self.embedding.states, None, self.embedding.statistics)
+            x = self._begin(model.target if translates else model.embedding)
             for i, layer in enumerate(layers_of(model)):
                 memory = None if self.memory is None else self.memory[i]
                 x = self._layer(layer, x, self.caches[i], memory)
             norm = x.norm or (model.decoder_norm if translates else model.norm)
             states = x.states if norm is None else norm(x.states)
             return raw(model.output(states) if translates else model.head(states))
+
+    def _begin(self, table):
+        """Return the Stream of the last token of each text; ``table``: an Embedding."""
+        state, places = self.state, table._positions()
+        states, statistics = row_embedding(
+            state.tokens.ravel(), state.positions.ravel(), raw(table.weight),
+            None if places is None else raw(places), scale=table.scale, used=table.used,
+            measured=layers_of(self.model)[0].pre_norm,
+        )  # fmt: skip
+        return Stream(states, None, statistics)
 
     def _layer(self, layer, x, cache, memory):
         """Return the Stream behind a layer for the Stream x."""
@@ -286,6 +281,33 @@ class RowStep:
 
 def _eps(norm):
     return 0.0 if norm is None else norm.eps
+
+
+def row_embedding(
+    tokens: Any, positions: Any, weight: Any, position_weight: Any = None, *, scale: float = 1.0,
+    used: int | None = None, measured: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return ``scale * weight[tokens] + position_weight[positions]`` and its statistics, or None.
+
+    ``tokens``, ``positions``: int32 (rows,); the tables have rows of the same width, a multiple of
+    DEPTH up to 768; ``used``: how many of ``weight`` are tokens. ``measured``: whether to return
+    statistics, as ``row_linear`` has them; of one part.
+    """
+    rows, width = len(tokens), weight.shape[1]
+    out = arrays.empty(weight, (rows, width))
+    found = arrays.empty(weight, (rows, 1, 2), np.float32) if measured else None
+    tables = [table for table in (weight, position_weight) if table is not None]
+    assert all(x.strides[1] == x.itemsize and (x.strides[0] | x.data.ptr) % 16 == 0 for x in tables)
+    steps = [table.strides[0] // table.itemsize for table in tables]
+    flags = [arrays.index_flag(weight, f"embedding: {name}") for name in ("tokens", "positions")]
+    constants = {"scalar": ctype(weight.dtype), "PACKS": -(-width // EMBED_COLUMNS)}
+    constants["POSITIONS"] = position_weight is not None
+    kernel(EMBED, "row_embedding", **constants)(
+        (-(-rows // EMBED_WARPS),), (32 * EMBED_WARPS,), tokens, positions, weight,
+        position_weight, out, found, rows, width, len(weight) if used is None else used,
+        0 if position_weight is None else len(position_weight), steps[0], steps[-1], scale, *flags,
+    )  # fmt: skip
+    return out, found
 
 
 def row_linear(

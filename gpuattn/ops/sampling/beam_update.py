@@ -18,13 +18,11 @@ from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer
-from gpuattn.ops.row_embedding import NO_STATES, states_of
 from gpuattn.ops.sampling.beam_step import MAX_COUNT
 from gpuattn.ops.sampling.topk_logprobs import largest
 
-NAME, FILE = "beam_update", "sampling/beam_update.cu"
+NAME, FILE = "beam_update", "sampling/beam_update.cu"  # others in FILE do not depend on SETTLED
 BLOCK, TEXT_BYTES = 128, 16
-ALONE = {"SETTLED": 1, **NO_STATES}  # constants of others in FILE, which depend on none
 MAX_ROWS = np.iinfo(np.int16).max
 STOPPING = ("fairseq", "enough", "best", "present", "greatest")  # a kernel's argument is the place
 
@@ -96,7 +94,7 @@ class Beams:
         each = None if np.ndim(bos) == 0 else xp.asarray(bos, np.int32)
         if on_gpu(self.scores):
             state = (getattr(self, name) for name in self.STARTED)
-            kernel(FILE, "beam_start", **ALONE)(
+            kernel(FILE, "beam_start", SETTLED=1)(
                 (self.sentences,), (BLOCK,), limits, each, *state, bos if each is None else 0,
                 self.beam, self.room,
             )  # fmt: skip
@@ -125,7 +123,7 @@ class Beams:
 def beam_update(
     scores: Any, parents: Any, tokens: Any, beams: Beams, *, eos: Any, nbest: int = 1,
     stopping: str = "fairseq", enough: int | None = None, end_counts: bool = True,
-    settled: bool = False, embedding: Any = None, impl: str | None = None,
+    settled: bool = False, impl: str | None = None,
 ) -> Call[None]:  # fmt: skip
     """Update ``beams`` in place by what ``beam_step`` returned for its scores. Returns None.
 
@@ -143,9 +141,8 @@ def beam_update(
     With the last four it is also done when all beams are dead; at a limit not all beams compete for
     the pool, but those among the first K continuations. Nothing is read back, so a CUDA graph can
     hold the call. Sentences that are done stay as they are. ``settled``: that the launch before
-    this one writes nothing of ``beams``; they are then loaded while it still runs. ``embedding``: a
-    ``RowEmbedding``, whose states become those of the new tokens; on a GPU, with ``settled``.
-    Raises ValueError for shapes and settings that do not fit.
+    this one writes nothing of ``beams``; they are then loaded while it still runs. Raises
+    ValueError for shapes and settings that do not fit.
     """
     beam, count = beams.beam, scores.shape[-1]
     shape = beams.sentences, max(count, max(2, 1 + len(eos)) * beam)
@@ -159,7 +156,6 @@ def beam_update(
     return Call(
         IMPLS, inputs, impl, nbest=nbest, stopping=stopping,
         enough=beam if enough is None else enough, end_counts=bool(end_counts), settled=settled,
-        embedding=embedding,
     )  # fmt: skip
 
 
@@ -169,7 +165,7 @@ def beam_update(
 def _reference(
     found, parents, tokens, eos, scores, last_tokens, positions, key_counts, steps, limits, done,
     live, texts_ended, best_ended, pool_normalised, pool_scores, pool_beams, pool_steps, history,
-    slots, divisors, *, needs, nbest, stopping, enough, end_counts, settled, embedding,
+    slots, divisors, *, needs, nbest, stopping, enough, end_counts, settled,
 ):  # fmt: skip
     xp, (sentences, beam) = get_xp(scores), scores.shape
     place, nothing = xp.arange(found.shape[1]), np.float32(-np.inf)
@@ -220,8 +216,6 @@ def _reference(
     steps += stays
     done |= over
     live -= over.sum(dtype=live.dtype)
-    if embedding is not None:
-        embedding(last_tokens, positions)
     return None, None
 
 
@@ -238,15 +232,13 @@ def _refuse_raw(scores, *others, needs, **_):
 
 
 def _raw(
-    scores, parents, tokens, eos, *state, needs, nbest, stopping, enough, end_counts, settled,
-    embedding,
+    scores, parents, tokens, eos, *state, needs, nbest, stopping, enough, end_counts, settled
 ):  # fmt: skip
     sentences, beam, room = state[Beams.NAMES.index("slots")].shape
     count = scores.shape[1]
-    constants, record, _ = states_of(embedding, settled)
-    kernel(FILE, NAME, **constants)(
-        (sentences,), (BLOCK,), scores, parents, tokens, eos, *state, record, beam, room, count,
-        len(eos), nbest, STOPPING.index(stopping), enough, end_counts,
+    kernel(FILE, NAME, SETTLED=int(settled))(
+        (sentences,), (BLOCK,), scores, parents, tokens, eos, *state, beam, room, count, len(eos),
+        nbest, STOPPING.index(stopping), enough, end_counts,
         shared_bytes=(beam + count) * TEXT_BYTES,
     )  # fmt: skip
     return None, None
@@ -275,7 +267,7 @@ def packed_texts(beams: Beams, nbest: int = 1) -> Any:
     texts, lengths, scores, normalised = unpacked_texts(packed, *shape)
     pools = beams.pool_normalised, beams.pool_scores, beams.pool_beams, beams.pool_steps
     if on_gpu(packed):
-        kernel(FILE, "beam_texts", **ALONE)(
+        kernel(FILE, "beam_texts", SETTLED=1)(
             (beams.sentences,), (BLOCK,), *pools, beams.history, texts, lengths, scores, normalised,
             beams.beam, beams.room, nbest,
         )  # fmt: skip

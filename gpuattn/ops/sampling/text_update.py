@@ -13,9 +13,8 @@ from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
-from gpuattn.ops.row_embedding import NO_STATES, states_of
 
-NAME, FILE = "text_update", "sampling/text_update.cu"
+NAME, FILE = "text_update", "sampling/text_update.cu"  # text_start does not depend on SETTLED
 BLOCK = 128
 
 
@@ -56,7 +55,7 @@ class Texts:
         """
         if on_gpu(self.scores):
             state = (getattr(self, name) for name in self.NAMES[:-1])
-            kernel(FILE, "text_start", SETTLED=1, **NO_STATES)(
+            kernel(FILE, "text_start", SETTLED=1)(
                 (-(-self.sentences // BLOCK),), (BLOCK,), tokens, positions, limits, keys, *state,
                 self.sentences,
             )  # fmt: skip
@@ -79,22 +78,19 @@ class Texts:
 @op
 def text_update(
     chosen: Any, logprobs: Any, texts: Texts, *, eos: Any, settled: bool = False,
-    embedding: Any = None, impl: str | None = None,
+    impl: str | None = None,
 ) -> Call[None]:  # fmt: skip
     """Append ``chosen`` (S,) int32 to ``texts``, in place. Returns None.
 
     ``logprobs``: float32 (S,), of the tokens. A text is done with one of the tokens ``eos``, int32
     (E,), with a log-probability of -inf, and at its limit; then it stays as it is. Nothing is read
     back. ``settled``: that the launch before wrote nothing of ``texts``, so this one may read it
-    beside that. ``embedding``: a ``RowEmbedding``, whose states become those of the new tokens; on
-    a GPU, with ``settled``. Raises ValueError for shapes that do not fit.
+    beside that. Raises ValueError for shapes that do not fit.
     """
     for name, x in (("chosen", chosen), ("logprobs", logprobs)):
         if x.shape != (texts.sentences,):
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, (texts.sentences,)))
-    return Call(
-        IMPLS, (chosen, logprobs, eos, *texts.arrays()), impl, settled=settled, embedding=embedding
-    )
+    return Call(IMPLS, (chosen, logprobs, eos, *texts.arrays()), impl, settled=settled)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -102,7 +98,7 @@ def text_update(
 
 def _reference(
     chosen, logprobs, eos, scores, tokens, positions, key_counts, keys, lengths, limits, done,
-    ended, live, history, *, needs, settled, embedding,
+    ended, live, history, *, needs, settled,
 ):  # fmt: skip
     xp, going, ends = get_xp(scores), ~done, (chosen[:, None] == eos).any(-1)
     each, step = xp.arange(len(scores)), xp.minimum(lengths, history.shape[1] - 1)
@@ -117,8 +113,6 @@ def _reference(
         counter += goes_on.astype(counter.dtype)
     done[...] = ~goes_on
     live[...] = goes_on.sum(dtype=np.int32)
-    if embedding is not None:
-        embedding(tokens, positions)
     return None, None
 
 
@@ -129,13 +123,11 @@ def _refuse_raw(chosen, logprobs, *_, **__):
     return kernel_refusal(logprobs, "logprobs")
 
 
-def _raw(chosen, logprobs, eos, *state, needs, settled, embedding):
+def _raw(chosen, logprobs, eos, *state, needs, settled):
     texts, room = state[-1].shape
-    constants, record, each = states_of(embedding, settled)
-    kernel(FILE, NAME, **constants)(
-        (-(-texts // (BLOCK // each)),), (BLOCK,), chosen, logprobs, eos, *state, record, texts,
-        room, len(eos),
-    )  # fmt: skip
+    kernel(FILE, NAME, SETTLED=int(settled))(
+        (-(-texts // BLOCK),), (BLOCK,), chosen, logprobs, eos, *state, texts, room, len(eos)
+    )
     return None, None
 
 
