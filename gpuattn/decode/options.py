@@ -60,9 +60,10 @@ Hugging Face have ``renormalise=True``: they penalise logits):
 | at ``max_length`` there | the end mark is forced | as here | as here |
 """
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from gpuattn.errors import problem
 from gpuattn.ops.arguments import check_flags, integer, number
@@ -75,6 +76,16 @@ LENGTH_RULES = {
     "gnmt": lambda length, penalty: ((5 + length) / 6) ** penalty,
 }
 STOPPING = ("fairseq", "hf", "hf-early", "hf-never", "ct2")
+
+
+@functools.lru_cache(64)
+def _made_once(cls: Any, items: tuple, kinds: tuple) -> Any:
+    """Return ``cls._made(dict(items))``, checked once; ``kinds`` tell 1 from 1.0, which are equal."""
+    return cls._made(dict(items))
+
+
+def _kind(value):
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +119,14 @@ class Options:
 
         Raises TypeError for one that is unknown, and where ``eos`` is missing.
         """
+        try:
+            kinds = tuple(map(_kind, settings.values()))
+            return cast(Self, _made_once(cast(Any, cls), tuple(settings.items()), kinds))
+        except TypeError:  # they cannot be hashed; what they raise otherwise is raised again
+            return cls._made(settings)
+
+    @classmethod
+    def _made(cls, settings):
         names = [field.name for field in fields(cls)]
         for name in settings:
             if name not in names:

@@ -317,8 +317,9 @@ class Engine:
                     scheduler.extend(added, [request.limit for request in added])
 
             # the GPU computes the first prompts while the host reads the others
-            unread = [len(one.tokens) for one in requests[:slots] if not one.read]
-            first = generation.opening(unread) if self.on_gpu else 0
+            first = 0
+            if self.on_gpu and not requests[0].read:
+                first = generation.opening([len(one.tokens) for one in requests[:slots]])
             for count in (first, slots - first) if first else ():
                 add(count)
                 with self._lock, searches.on_stream():

@@ -148,3 +148,26 @@ def test_values_out_of_range(settings, words):
 def test_wrong_types_and_unknown_names(kind, settings, words):
     with pytest.raises(TypeError, match=words):
         kind(**{"eos": 1, **settings})
+
+
+def test_equal_settings_are_checked_once():
+    settings = {"eos": (2, 3), "banned": (1,), "beam": 4}
+    known = BeamOptions.of(settings)
+    assert BeamOptions.of(dict(settings)) is known and known.beam == 4 and known.eos == (2, 3)
+    for name, other in (("beam", 4.0), ("banned", (1.0,)), ("eos", (2.0, 3))):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=name):
+                BeamOptions.of(settings | {name: other})
+    assert GreedyOptions.of({"eos": 2}) != SampleOptions.of({"eos": 2})
+    one, other = (BeamOptions.of(settings | {"eos": np.array([2, 3])}) for _ in range(2))
+    assert one == other == known and one is not other  # arrays may change
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"eos": 2, "bean": 4}, "bean"), ({"beam": 4}, "eos is missing"),
+    ({"eos": [2], "beam": []}, "beam"), ({"eos": {}, "beam": {}}, "beam"),
+])  # fmt: skip
+def test_settings_that_are_no_options(settings, said):
+    for _ in range(2):
+        with pytest.raises(TypeError, match=said):
+            BeamOptions.of(settings)

@@ -264,9 +264,11 @@ def test_first_prompts_begin_before_others_are_read(model, monkeypatch):
         lambda model, requests: events.append(("read", len(requests))) or read(model, requests),
     )  # fmt: skip
     monkeypatch.setattr(
-        PagedGeneration, "load",
-        lambda self, texts, *rest, **slots: events.append(("load", len(texts)))
-        or load(self, texts, *rest, **slots),
+        PagedGeneration,
+        "load",
+        lambda self, texts, *rest, **slots: (
+            events.append(("load", len(texts))) or load(self, texts, *rest, **slots)
+        ),
     )
     prompts = [rng.integers(3, VOCAB, 80 + i).tolist() for i in range(9)]
     engine = Engine(model, max_rows=6)
