@@ -80,7 +80,7 @@ STOPPING = ("fairseq", "hf", "hf-early", "hf-never", "ct2")
 
 @functools.lru_cache(64)
 def _made_once(cls: Any, items: tuple, kinds: tuple) -> Any:
-    """Return ``cls._made(dict(items))``, checked once; ``kinds`` tell 1 from 1.0, which are equal."""
+    """Return ``cls._made(dict(items))``; ``kinds`` tell 1 from 1.0, which are equal."""
     return cls._made(dict(items))
 
 
