@@ -143,24 +143,23 @@ def test_readme_times_of_models_of_folders_are_the_measured_ones():
 
 
 SEEDS = {
-    ("multi30k-h200.json",): ("mean_bleu", lambda seed: seed["test"]["bleu"]),
-    ("shakespeare-h200.json",): ("mean_loss", lambda seed: seed["best"]["val"]),
-}  # fmt: skip
+    "multi30k": ("mean_bleu", 2, lambda seed: seed["test"]["bleu"]),
+    "shakespeare": ("mean_loss", 4, lambda seed: seed["best"]["val"]),
+}
+OLDER = "multi30k-first-h200.json", "multi30k-later-h200.json", "multi30k-third-h200.json"
 
 
-@pytest.mark.parametrize("names", SEEDS)
-def test_readme_has_the_mean_of_seeds(names):
-    key, score = SEEDS[names]
-    every = []
-    for name in names:
-        document = json.loads((FOLDER / name).read_text())
-        scores = [score(seed) for seed in document["seeds"]]
-        assert len(scores) >= 3
-        assert document[key] == pytest.approx(statistics.mean(scores))
-        every += scores
-    digits = 2 if key == "mean_bleu" else 4
-    readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
-    assert f"**{statistics.mean(every):.{digits}f}**" in readme
+@pytest.mark.parametrize("name", [*(f"{run}-h200.json" for run in SEEDS), *OLDER])
+def test_readme_has_the_mean_of_seeds(name):
+    """The README has those of the latest files; the older ones are only checked in themselves."""
+    key, digits, score = SEEDS[name.split("-")[0]]
+    document = json.loads((FOLDER / name).read_text())
+    scores = [score(seed) for seed in document["seeds"]]
+    assert len(scores) >= 3
+    assert document[key] == pytest.approx(statistics.mean(scores))
+    if name not in OLDER:
+        readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
+        assert f"**{document[key]:.{digits}f}**" in readme
 
 
 def test_tokens_a_second_of_an_own_model_follow_from_samples():

@@ -63,7 +63,7 @@ Hugging Face have ``renormalise=True``: they penalise logits):
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 from gpuattn.errors import problem
 from gpuattn.ops.arguments import check_flags, integer, number
@@ -79,12 +79,16 @@ STOPPING = ("fairseq", "hf", "hf-early", "hf-never", "ct2")
 
 
 @functools.lru_cache(64)
-def _made_once(cls: Any, items: tuple, kinds: tuple) -> Any:
-    """Return ``cls._made(dict(items))``; ``kinds`` tell 1 from 1.0, which are equal."""
+def _made_once(cls, items, kinds):
+    """Return ``cls._made(dict(items))``, the same object for equal arguments.
+
+    ``kinds``: of the values, as 1 and 1.0 are equal.
+    """
     return cls._made(dict(items))
 
 
 def _kind(value):
+    """Return the type of a value, of a tuple those of its elements."""
     return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 
@@ -119,10 +123,10 @@ class Options:
 
         Raises TypeError for one that is unknown, and where ``eos`` is missing.
         """
+        made: Any = _made_once
         try:
-            kinds = tuple(map(_kind, settings.values()))
-            return cast(Self, _made_once(cast(Any, cls), tuple(settings.items()), kinds))
-        except TypeError:  # they cannot be hashed; what they raise otherwise is raised again
+            return made(cls, tuple(settings.items()), tuple(map(_kind, settings.values())))
+        except TypeError:  # a value cannot be hashed, or settings are wrong, which raises again
             return cls._made(settings)
 
     @classmethod

@@ -272,7 +272,7 @@ def test_first_prompts_begin_before_others_are_read(model, monkeypatch):
     )
     prompts = [rng.integers(3, VOCAB, 80 + i).tolist() for i in range(9)]
     engine = Engine(model, max_rows=6)
-    engine.on_gpu = True  # on NumPy, too, behaves as if
+    engine.on_gpu = True  # NumPy arrays take the way of a GPU, too
     given = {"seed": random.Key(9, 0, 0), **DRAWS}
     found = engine.generate(prompts, limits=[10] * 9, **given)
     assert events[:5] == [("read", 2), ("load", 2), ("read", 4), ("load", 4), ("read", 3)]
