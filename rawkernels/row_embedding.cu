@@ -1,13 +1,16 @@
 // The states that a decoding step begins with: y[i] = scale * weight[tokens[i]] + position_weight[positions[i]], and what the
-// norm in the next launch needs of them (linear/row_linear.cu).
-// Constants: scalar = f16, bf16; PACKS = 1, 2, 3; POSITIONS = false, true
-// Launch:    grid = (ceil(rows / WARPS),), block = (32 * WARPS,). A warp per row; a lane has PACKS packs of it, PACKS the least
-//            that suffices.
+// norm in the next launch needs of them (linear/row_linear.cu). With BEAMS other blocks list the rows of the caches that the
+// beams of a sentence see, for the attentions of the step.
+// Constants: scalar = f16, bf16; PACKS = 1, 2, 3; POSITIONS = false, true; BEAMS = false
+// Constants: scalar = f16, bf16; PACKS = 1, 2, 3; POSITIONS = true; BEAMS = true
+// Launch:    grid = (ceil(rows / WARPS),), and with BEAMS a block for each sentence behind them; block = (32 * WARPS,). A warp
+//            per row; a lane has PACKS packs of it, PACKS the least that suffices.
 //            dependent: row_embedding
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 //
 // The next launch may start at once: it loads its weights while this one runs. It starts when this one has waited, so all that
 // came before is over then.
+#include "attention/cache/seen_rows.cuh"
 #include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"
@@ -17,6 +20,19 @@
 
 constexpr int WARPS = 4, EACH = 8;  // rows of a block; elements of a pack
 
+// Lists the rows that the beams of a sentence see, up to their newest keys, and writes how many they are.
+__device__ void list_rows(const short* slots, int old_keys, u32* listed, int* listed_count, int beam, int room) {
+    int filled = 0;
+    for (int start = 0; start < old_keys; start += 32 * WARPS) {
+        const int key = start + threadIdx.x;
+        Holders holders;
+        holders.load(slots, beam, room, key);
+        const auto put = [&](int place, int of, u32 seeing) { listed[place] = (u32)(of * room + key) | seeing << 24; };
+        filled = list_rows_of_keys<32 * WARPS>(holders, beam, key < old_keys, filled, start / (32 * WARPS), put);
+    }
+    if (threadIdx.x == 0) *listed_count = filled;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS) row_embedding(
     const int* tokens,              // (rows,)
     const int* positions,           // (rows,)
@@ -24,6 +40,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) row_embedding(
     const scalar* position_weight,  // (places, width), `position_stride` apart, of POSITIONS
     scalar* y,                      // (rows, width)
     float2* statistics,             // (rows,): mean of a row and sum of squared distances from it; or null
+    const int* key_counts,          // (rows,), with BEAMS: keys of a text with the new one
+    const short* slots,             // (sentences, beam, room): see attention/cache/step_attention.cu
+    u32* listed,                    // (sentences, beam * room): the rows of old keys, see seen_rows.cuh
+    int* listed_counts,             // (sentences,): how many they are
+    int beam,
+    int room,
     int rows,
     int width,                      // a multiple of EACH, up to 32 * EACH * PACKS
     int vocabulary,
@@ -35,6 +57,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) row_embedding(
     long long* position_flag) {
     grid_dependency_wait();
     grid_launch_dependents();
+    const int blocks = (rows + WARPS - 1) / WARPS;
+    if (BEAMS && blockIdx.x >= blocks) {
+        const int sentence = blockIdx.x - blocks, first = sentence * beam;
+        const int old_keys = min(key_counts[first], room) - 1;
+        list_rows(slots + (long long)first * room, old_keys, listed + (long long)first * room, listed_counts + sentence, beam, room);
+        return;
+    }
     const int i = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (i >= rows) return;
     const long long token = tokens[i], place = POSITIONS ? positions[i] : 0;

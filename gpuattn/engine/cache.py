@@ -26,13 +26,13 @@ class DeviceCache:
         """Return True: ``attend`` takes the queries of a step."""
         return True
 
-    def attend(self, q: Any, k: Any, v: Any, settled: bool = False) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, **known: Any) -> Any:
         """Store k and v (rows, 1, Hk, D) behind the others; return the attention of ``q``.
 
-        ``settled``: see ``step_attention``.
+        ``known``: ``settled`` and ``listed`` of ``step_attention``.
         """
         counts = self.beams.key_counts.ravel()
-        return step_attention(q, k, v, self.k, self.v, counts, self.beams.slots, settled=settled)
+        return step_attention(q, k, v, self.k, self.v, counts, self.beams.slots, **known)
 
 
 class DeviceMemory(NamedTuple):

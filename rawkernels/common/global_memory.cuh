@@ -60,6 +60,9 @@ __device__ __forceinline__ void store_relaxed(u32* to, u32 a, u32 b, u32 c, u32 
     asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// ---- caches
+__device__ __forceinline__ void prefetch_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+
 // ---- vectors of 16 bytes
 // One store instruction; for a plain assignment the compiler sometimes emits four.
 __device__ inline void store_16_bytes(void* to, u32 a, u32 b, u32 c, u32 d) {

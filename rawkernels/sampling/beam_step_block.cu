@@ -19,6 +19,7 @@
 
 constexpr int TEAM = 128, TEAMS = BLOCK / TEAM, W = WIDTH<scalar>;
 constexpr int ROOM = BLOCK;  // candidates
+constexpr int AT_ONCE = 4;   // threads whose elements a warp looks at together
 
 // What a team reads: vectors of a slice of a row, of which a thread takes every TEAM-th.
 struct Part { int slice, b, first, last; };
@@ -117,19 +118,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) beam_step_bloc
         if (row.score == NEG_INF || banned.contain(j)) logit = NEG_INF;
         return continuation(row.total(logit), logit, beam_row, j);
     };
-    // The elements of the threads that do, by their warps.
+    // The elements of the threads that do, by their warps, of AT_ONCE threads at a time: their loads take the time of one.
 #pragma unroll 1
-    for (unsigned int reaching = __ballot_sync(~0u, most >= bound); reaching; reaching &= reaching - 1) {
-        const unsigned int of = thread / 32 * 32 + __ffs(reaching) - 1;
-        const auto [_, beam_row, begin, end] = part_of(of);
-        const LogitRow<scalar> again = row_of(beam_row);
+    for (unsigned int reaching = __ballot_sync(~0u, most >= bound); reaching;) {
 #pragma unroll 1
-        for (int v = begin + of % TEAM + thread % 32 / W * TEAM; v < end; v += 32 / W * TEAM) {
-            const int j = v * W + thread % W;
-            if (j >= vocab) continue;
-            const Ranked candidate = ranked((float)again.x[j], beam_row, j);
-            if (!(key_value(candidate.score) < limit)) found.add(candidate);
+        for (int at = thread % 32 / W * TEAM; at < size; at += 32 / W * TEAM) {
+            int places[AT_ONCE];  // of an element of each: its token, above it its beam; or -1
+            float logits[AT_ONCE];
+            unsigned int left = reaching;
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; ++e, left &= left - 1) {
+                const unsigned int of = thread / 32 * 32 + __ffs(left) - 1;
+                const Part part = part_of(of);
+                const int v = part.first + of % TEAM + at, j = v * W + thread % W;
+                places[e] = left && v < part.last && j < vocab ? part.b << TOKEN_BITS | j : -1;
+                if (places[e] >= 0) logits[e] = (float)row_of(part.b).x[j];
+            }
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; ++e) {
+                if (places[e] < 0) continue;
+                const Ranked candidate = ranked(logits[e], places[e] >> TOKEN_BITS, places[e] & ((1 << TOKEN_BITS) - 1));
+                if (!(key_value(candidate.score) < limit)) found.add(candidate);
+            }
         }
+        for (int e = 0; e < AT_ONCE; ++e) reaching &= reaching - 1;
     }
     __syncthreads();
     const auto put_ranked = [&](int place, const Ranked& x) { results.put(place, x); };

@@ -4,6 +4,7 @@ import emulator
 import numpy as np
 import pytest
 from checks import sampled
+from seen_rows import list_rows
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.ops.attention import step_attention as steps
@@ -60,7 +61,8 @@ def test_step_attention(
         table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
     caches = [rng.standard_normal((*shape, kv_heads, head_dim)).astype(dtype) for _ in "kv"]
     hide_unread(caches, counts, slots, table)
-    given = q, k, v, *caches, counts, slots, table
+    given = q, k, v, *caches, counts, slots, None, None, table
+    again = [x.copy() for x in caches]
     want = given[:3] + tuple(x.astype(np.float32) for x in given[3:5]) + given[5:]
     want = [x.astype(np.float32) if i < 3 else x for i, x in enumerate(want)]
     expected, _ = steps._forward_by_two(*want, settled=settled, needs=())
@@ -72,6 +74,14 @@ def test_step_attention(
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
     for own, cache in zip(caches, want[3:5], strict=True):
         np.testing.assert_array_equal(own.astype(np.float32), cache)
+    if 1 < beam <= 8:  # with the rows listed before: the same bits
+        listed = list_rows(slots, counts[::beam] - 1)
+        given = (*given[:3], *again, counts, slots, *listed, None)
+        with machine.in_place():
+            other, _ = steps._forward_raw(*map(emulator.as_array, given), settled=settled, needs=())
+        np.testing.assert_array_equal(np.asarray(other).astype(np.float32), found)
+        for own, cache in zip(again, caches, strict=True):
+            assert own.tobytes() == cache.tobytes()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -87,9 +97,11 @@ def test_values_of_one_beam(value, warps, kv_heads, settled, monkeypatch):
     shape = 2 * beam, room, kv_heads, 64
     caches = [rng.standard_normal(shape).astype(BFLOAT16) for _ in "kv"]
     counts = np.full(2 * beam, count, np.int32)
+    listed = list_rows(slots, counts[::beam] - 1) if kv_heads == 4 else (None, None)
     results = []
     for place in None, (caches[1], 3, 30), (v, 5, 0):
-        given = [x.copy() for x in (q, k, v, *caches)] + [counts, slots, None]
+        given = [x.copy() for x in (q, k, v, *caches)]
+        given += [counts, slots, *listed, None]
         if place:
             values, row, key = place
             given[2 if values is v else 4][row, key] = value

@@ -33,6 +33,7 @@ CASES = {
     "grouped heads, no bias, relu": Case(3, 1, {**GPT, "bias": False, "activation": "relu"}),
     "pre-norm": Case(2, 3, {**PRE, "layers": (1, 2)}),
     "post-norm": Case(2, 3, {**POST, "layers": (1, 3), "activation": "gelu"}),
+    "rows of beams are listed": Case(37, 4, {**PRE, "layers": (1, 2)}, room=64),
 }
 
 
@@ -84,7 +85,8 @@ def attention_on_host(
 
 
 def embedding_on_host(
-    tokens, positions, weight, position_weight=None, *, scale=1.0, used=None, measured=True
+    tokens, positions, weight, position_weight=None, *, scale=1.0, used=None, measured=True,
+    beams=None, listed=None,
 ):  # fmt: skip
     states = scale * weight[:used][tokens]
     if position_weight is not None:
@@ -223,6 +225,7 @@ def test_numbers(gpu, name, dtype):
     )
     skip_without(row_step.FILE, search.model)
     step = RowStep(search.model, *search.own)
+    assert (step.listed is not None) == ("listed" in name)
     step.pack()
     found = step().copy()
     assert host(step()).tobytes() == host(found).tobytes()

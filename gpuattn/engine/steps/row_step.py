@@ -30,12 +30,13 @@ from gpuattn.engine.steps.projected_attention import blocks_of, projected_attent
 from gpuattn.engine.steps.records import Records
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
-from gpuattn.ops.attention.step_attention import memory_attention
+from gpuattn.ops.attention.step_attention import LISTED_BEAMS, memory_attention
 
 FILE, FOLD, EMBED = "linear/row_linear.cu", "linear/fold_norm.cu", "row_embedding.cu"
 THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
 EMBED_WARPS, EMBED_COLUMNS = 4, 256  # rows of a block, columns of a row in one pass of its warp
 ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
+EAGER = 128  # rows up to which row_linear lets the next launch start before it has waited itself
 LEAST_ROWS = 16  # of a language model's step; below, one launch for all of it is faster
 MOST_ROWS = 512  # beyond, kernels of an op each are faster
 MOST_OF_WIDTH = ((512, MOST_ROWS), (768, 128))  # (width at most, rows at most): wider: unmeasured
@@ -161,6 +162,7 @@ class RowStep:
         self.memory, self.lengths = memory, lengths
         self.like = like = model.parameters()[0].data
         self.rows = state.sentences * state.beam
+        self.listed = _listed(state, model, like)
         self._scalar = ctype(like.dtype)
         self._folded: dict[int, tuple[Any, Any]] = {}  # by the id of a Linear
         self._records = Records()
@@ -215,7 +217,7 @@ class RowStep:
         states, statistics = row_embedding(
             state.tokens.ravel(), state.positions.ravel(), raw(table.weight),
             None if places is None else raw(places), scale=table.scale, used=table.used,
-            measured=layers_of(self.model)[0].pre_norm,
+            measured=layers_of(self.model)[0].pre_norm, beams=state, listed=self.listed,
         )  # fmt: skip
         return Stream(states, None, statistics)
 
@@ -239,7 +241,8 @@ class RowStep:
 
         counts = heads, kv_heads, kv_heads
         q, k, v = map(raw, split_heads(enter(own.qkv).reshape(self.rows, 1, -1), counts, size))
-        x = leave(raw(cache.attend(q, k, v, settled=True)), own.out)  # row_linear is before it
+        known = {} if self.listed is None else {"listed": self.listed}
+        x = leave(raw(cache.attend(q, k, v, settled=True, **known)), own.out)  # behind row_linear
         if memory is not None:
             cross = layer.cross_attention
             x = leave(self._remember(entering(), cross, *memory), cross.out)
@@ -279,19 +282,33 @@ class RowStep:
         return out if residual is None else (out, found)
 
 
+def _listed(state, model, like):
+    """Return new arrays for what ``row_embedding`` lists, or None.
+
+    Attention reads it beside the row_linear before it, which has waited with more than EAGER rows.
+    """
+    grouped = any(x.attention.heads != x.attention.kv_heads for x in layers_of(model))
+    if grouped or not 1 < state.beam <= LISTED_BEAMS or state.sentences * state.beam <= EAGER:
+        return None
+    rows = arrays.zeros(like, (state.sentences, state.beam * state.room), np.uint32)
+    return rows, arrays.zeros(like, state.sentences, np.int32)
+
+
 def _eps(norm):
     return 0.0 if norm is None else norm.eps
 
 
 def row_embedding(
     tokens: Any, positions: Any, weight: Any, position_weight: Any = None, *, scale: float = 1.0,
-    used: int | None = None, measured: bool = True,
+    used: int | None = None, measured: bool = True, beams: Any = None, listed: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return ``scale * weight[tokens] + position_weight[positions]`` and its statistics, or None.
 
     ``tokens``, ``positions``: int32 (rows,); the tables have rows of the same width, a multiple of
     DEPTH up to 768; ``used``: how many of ``weight`` are tokens. ``measured``: whether to return
-    statistics, as ``row_linear`` has them; of one part.
+    statistics, as ``row_linear`` has them; of one part. ``listed``: None, or where to list the rows
+    of caches that ``beams``, a Beams, see in this step: (rows, counts) as ``step_attention`` takes
+    them.
     """
     rows, width = len(tokens), weight.shape[1]
     out = arrays.empty(weight, (rows, width))
@@ -301,10 +318,14 @@ def row_embedding(
     steps = [table.strides[0] // table.itemsize for table in tables]
     flags = [arrays.index_flag(weight, f"embedding: {name}") for name in ("tokens", "positions")]
     constants = {"scalar": ctype(weight.dtype), "PACKS": -(-width // EMBED_COLUMNS)}
-    constants["POSITIONS"] = position_weight is not None
+    constants |= {"POSITIONS": position_weight is not None, "BEAMS": listed is not None}
+    blocks, lists = -(-rows // EMBED_WARPS), (None, None, None, None, 0, 0)
+    if listed is not None:
+        blocks += beams.sentences
+        lists = beams.key_counts, beams.slots, *listed, beams.beam, beams.room
     kernel(EMBED, "row_embedding", **constants)(
-        (-(-rows // EMBED_WARPS),), (32 * EMBED_WARPS,), tokens, positions, weight,
-        position_weight, out, found, rows, width, len(weight) if used is None else used,
+        (blocks,), (32 * EMBED_WARPS,), tokens, positions, weight,
+        position_weight, out, found, *lists, rows, width, len(weight) if used is None else used,
         0 if position_weight is None else len(position_weight), steps[0], steps[-1], scale, *flags,
     )  # fmt: skip
     return out, found

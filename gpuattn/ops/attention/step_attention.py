@@ -33,28 +33,36 @@ BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
 BEAM_WARPS, MEMORY_WARPS = ((1, 12), (2, 4)), ((1, 24), (2, 12))
 SHORT_MEMORY = 32  # keys, for which two warps are enough
 APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
+LISTS, LISTED = 1, 2  # BEAMS of the kernel
+LISTED_BEAMS = 8
 
 
 @op
 def step_attention(
     q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, key_counts: Any, slots: Any = None, *,
-    page_table: Any = None, settled: bool = False, impl: str | None = None,
+    listed: tuple[Any, Any] | None = None, page_table: Any = None, settled: bool = False,
+    impl: str | None = None,
 ) -> Call[Array]:  # fmt: skip
     """Store k and v as the last keys and values of their texts; return the attention of ``q``.
 
     ``q``: (N, 1, H, D); ``k``, ``v``: (N, 1, Hk, D). Row b * K + i is beam i of sentence b. The
     caches: (N, S, Hk, D), contiguous. ``key_counts`` (N,) int32: keys of each text with the new
     one, 1 to S, the same for all beams of a sentence. ``slots`` (N / K, K, S) int16: key j of row
-    b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. Or, instead of
-    ``slots``, ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D), page a
-    multiple of 16, and key j of row n is in row j % page of page ``page_table[n, j // page]``; rows
-    may share pages, but that of a new key is written. ``settled``: what wrote the caches,
-    ``key_counts``, ``slots`` and ``page_table`` was over when the launch before this one began, so
-    they may be read beside that. Returns (N, 1, H, D). Raises ValueError for shapes that do not
-    fit, TypeError for dtypes. There is no gradient.
+    b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. ``listed``: the rows
+    that these say for old keys, each once, in the order of keys, so that not each block has to find
+    them: uint32 (N / K, K * S), i * S + j for key j in the row of beam i, and from bit 24 on a bit
+    for each of up to LISTED_BEAMS beams that sees it; and how many there are, int32 (N / K,). Or,
+    instead of ``slots``, ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D),
+    page a multiple of 16, and key j of row n is in row j % page of page
+    ``page_table[n, j // page]``; rows may share pages, but that of a new key is written.
+    ``settled``: what wrote the caches, ``key_counts``, ``slots``, ``listed`` and ``page_table`` was
+    over before the launch before this one let it start, so they may be read beside that. Returns
+    (N, 1, H, D). Raises ValueError for shapes that do not fit, TypeError for dtypes. There is no
+    gradient.
     """
+    rows_seen, row_counts = listed or (None, None)
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    tables = {"slots": slots, "page_table": page_table}
+    tables = {"slots": slots, "page_table": page_table, "listed": rows_seen}
     check_together(NAME, **given, key_counts=key_counts, **tables)
     check_floats(NAME, **given)
     if (slots is None) == (page_table is None):
@@ -67,25 +75,34 @@ def step_attention(
     else:
         rows = len(q)
         indexed = "page_table", page_table, (rows, page_table.shape[-1])
+    seen: tuple[Any, ...] = ()
+    if listed:
+        sentences = indexed[2][0]
+        seen = ("listed[0]", rows_seen, (sentences, rows // sentences * room)), (
+            "listed[1]", row_counts, (sentences,),
+        )  # fmt: skip
     heads = q.shape[2] if q.ndim == 4 else 0
     new = rows, 1, kv_heads, head_dim
     for name, x, accepted in (
         ("q", q, (rows, 1, heads, head_dim)), ("k", k, new), ("v", v, new),
-        ("v_cache", v_cache, k_cache.shape), ("key_counts", key_counts, (rows,)), indexed,
+        ("v_cache", v_cache, k_cache.shape), ("key_counts", key_counts, (rows,)), indexed, *seen,
     ):  # fmt: skip
         if x.shape != accepted:
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, accepted))
     if heads % kv_heads:
         accepted = f"a multiple of the {kv_heads} heads of k and v"
         raise ValueError(problem(NAME, "the number of heads of q", heads, accepted))
-    inputs = q, k, v, k_cache, v_cache, key_counts, slots, page_table
+    inputs = q, k, v, k_cache, v_cache, key_counts, slots, rows_seen, row_counts, page_table
     return Call(IMPLS, inputs, impl, settled=settled)
 
 
 # ---- by two ops ---------------------------------------------------------------------------------
 
 
-def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
+def _forward_by_two(
+    q, k, v, k_cache, v_cache, key_counts, slots, rows_seen, row_counts, page_table, *, settled,
+    needs,
+):  # fmt: skip
     append_kv(k_cache, v_cache, k, v, key_counts - 1, page_table=page_table)
     return decode_attention(
         q, k_cache, v_cache, key_counts, slots=slots, page_table=page_table,
@@ -96,7 +113,10 @@ def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *,
 # ---- raw: rawkernels/attention/cache/step_attention.cu ------------------------------------------
 
 
-def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
+def _refuse_raw(
+    q, k, v, k_cache, v_cache, key_counts, slots, rows_seen, row_counts, page_table, *, settled,
+    needs,
+):  # fmt: skip
     if reason := kernel_refusal(q, "q"):
         return reason
     if q.itemsize != 2:
@@ -142,7 +162,10 @@ def _warps(blocks, head_dim, beam, room, multiprocessors):
     return 2 if head_dim < 128 and room <= FEW_KEYS and blocks >= 2 * multiprocessors else 4
 
 
-def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, settled, needs):
+def _forward_raw(
+    q, k, v, k_cache, v_cache, key_counts, slots, rows_seen, row_counts, page_table, *, settled,
+    needs,
+):  # fmt: skip
     rows, _, heads, head_dim = q.shape
     out = arrays.empty(q, q.shape)
     steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
@@ -155,11 +178,15 @@ def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, se
     cores = gpu(q.device.id).multiprocessors
     warps = _warps(blocks * columns, head_dim, beam, room, cores)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page, "WARPS": warps}
-    constants |= {"BEAMS": int(beam > 1), "MODE": SETTLED if settled else APPEND}
+    beams = LISTS if beam > 1 else 0
+    if rows_seen is not None and heads == kv_heads and beam <= LISTED_BEAMS:
+        beams = LISTED
+    constants |= {"BEAMS": beams, "MODE": SETTLED if settled else APPEND}
     kernel(FILE, NAME, **constants)(
-        (blocks, columns), (32 * warps,), q, k, v, k_cache, v_cache, key_counts, slots, page_table,
-        out, *steps, heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
-        shared_bytes=4 * room * min(beam, COLUMNS) if beam > 1 else 0,
+        (blocks, columns), (32 * warps,), q, k, v, k_cache, v_cache, key_counts, slots, rows_seen,
+        row_counts, page_table, out, *steps, heads, kv_heads, beam, room,
+        np.float32(head_dim**-0.5),
+        shared_bytes=4 * room * min(beam, COLUMNS) if beams == LISTS else 0,
     )  # fmt: skip
     return out, None
 
@@ -183,8 +210,8 @@ def memory_attention(q: Any, k: Any, v: Any, key_lengths: Any) -> Any:
     warps = _warps_of_memory(grid[0] * grid[1], room, gpu(q.device.id).multiprocessors)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": 0, "WARPS": warps}
     kernel(FILE, NAME, **constants, BEAMS=0, MODE=MEMORY)(
-        grid, (32 * warps,), q, None, None, k, v, key_lengths, None, None, out, step, 0, 0, heads,
-        kv_heads, beam, room, np.float32(head_dim**-0.5), shared_bytes=0,
+        grid, (32 * warps,), q, None, None, k, v, key_lengths, None, None, None, None, out, step, 0,
+        0, heads, kv_heads, beam, room, np.float32(head_dim**-0.5), shared_bytes=0,
     )  # fmt: skip
     return out
 

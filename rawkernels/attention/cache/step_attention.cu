@@ -1,11 +1,12 @@
 // Attention of one new token of each text over its cache; the kernel also appends the token's key and value. Or, with
 // MEMORY, over a memory of its sentence, to which nothing is appended.
-// The keys of a sentence are those of all its beams, each read once: with BEAMS the block lists the different rows of the
+// The keys of a sentence are those of all its beams, each read once: with BEAMS there is a list of the different rows of the
 // cache that its beams see, each with the columns that see it. A column is a beam and a head of the group of a KV head.
 // Logits are products of 16 keys (operand a) and 8 columns (operand b), outputs of values (operand a) and weights; both
 // come from global memory in the layout of the operand, without shared memory. Warp w takes the groups of 16 keys
 // w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
-// PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one.
+// PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: 0: sentences have one beam. LISTS: they have more, and the
+// block lists their rows. LISTED: row_embedding has listed them, for up to 8 beams, and a KV head has one head: columns are beams.
 // MODE: APPEND waits for the kernel before it first. SETTLED: what wrote caches, counts, slots and page table was over before
 // the kernel before this one started, so old keys are loaded beside it. MEMORY is SETTLED, too.
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 8, 16; MODE = 0
@@ -13,15 +14,18 @@
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 0
 // Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 16; MODE = 1
 // Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 1
+// Constants: scalar = bf16; HEAD_DIM = 64; PAGE = 0; BEAMS = 2; WARPS = 1, 2, 4; MODE = 0, 1
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0; WARPS = 1, 2, 4; MODE = 2
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 128; PAGE = 0; BEAMS = 2; WARPS = 2; MODE = 1
 // Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; MODE = 0
 // Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; MODE = 0
-// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 0
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1, 2; WARPS = 1, 2, 4; MODE = 0
 // Launch:    grid = (sentences * kv_heads, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS,),
-//            shared = 4 * beam * room bytes with BEAMS (at most 8 beams)
+//            shared = 4 * beam * room bytes with LISTS (at most 8 beams)
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/cache/columns.cuh"
+#include "attention/cache/seen_rows.cuh"
 #include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/math.cuh"
@@ -29,6 +33,7 @@
 #include "common/tile.cuh"
 
 enum { APPEND, SETTLED, MEMORY };
+enum { LISTS = 1, LISTED };
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
 // Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. The same instructions take more registers on some
 // architectures.
@@ -45,7 +50,7 @@ constexpr int RUN = HEAD_DIM == 32 ? 4 : 8;               // elements of them th
 constexpr int PITCH = HEAD_DIM / 2 + 4;                   // pairs of elements from column to column
 constexpr int KEYS = PAGE ? PAGE : 1;                     // of a page, a divisor that is never 0
 constexpr bool APPENDS = MODE != MEMORY;
-constexpr u32 ROW = 0xffffff;                             // of an entry of the list; above it: a bit for each column
+static_assert(COLUMNS == LISTED_BEAMS);
 
 // Keys and values of a row are read once a step: they leave the caches first. Pages may be those of other texts, too.
 template <typename T> __device__ T load(const scalar* from) {
@@ -63,6 +68,16 @@ __device__ void load_value(u32 (&words)[WORDS], const scalar* from) {
             const uint4 x = load<uint4>(from + i * 16);
             words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
         }
+    }
+}
+
+__device__ void store_value(scalar* to, const u32 (&words)[WORDS]) {
+    if constexpr (RUN == 4) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4)
+            *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
     }
 }
 
@@ -124,59 +139,21 @@ struct Columns {
 // Returns how many, and in `count` the number of keys of a beam. Ends with a barrier. The first slots are loaded before the
 // number of keys is known.
 __device__ int list_rows(u32* list, const Columns& columns, const short* slots, const int* key_count, int room, int& count) {
-    __shared__ int totals[THREADS / 32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = columns.beam(0);
-    const int beams = columns.beam(columns.count - 1) - first + 1;
-    int holder[COLUMNS];
-    const auto load_holders = [&](int key) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i)
-            if (i < beams && key < room) holder[i] = slots[(first + i) * room + key];
-    };
-    load_holders(threadIdx.x);
+    const int first = columns.beam(0), beams = columns.beam(columns.count - 1) - first + 1;
+    slots += first * room;
+    Holders holders;
+    holders.load(slots, beams, room, threadIdx.x);
     count = min(max(*key_count, 1), room);
     int filled = 0;
     for (int start = 0; start < count - 1; start += THREADS) {
         const int key = start + threadIdx.x;
-        if (start) load_holders(key);
-        int number = 0;
-        u32 seen[COLUMNS];
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-            seen[i] = 0;
-            if (i >= beams) continue;
-            const u32 own = columns.of(first + i);
-            bool found = key >= count - 1;
-#pragma unroll
-            for (int j = 0; j < i; ++j) {
-                const bool same = holder[j] == holder[i];
-                if (same && !found) seen[j] |= own;
-                found |= same;
-            }
-            if (!found) seen[i] = own, ++number;
-        }
-        int before = number;  // rows up to those of this lane, then up to the lane before
-#pragma unroll
-        for (int by = 1; by < 32; by <<= 1) {
-            const int x = __shfl_up_sync(~0u, before, by);
-            if (lane >= by) before += x;
-        }
-        if (start) __syncthreads();
-        if (lane == 31) totals[warp] = before;
-        __syncthreads();
-        before += filled - number;
-#pragma unroll
-        for (int w = 0; w < THREADS / 32; ++w) {
-            if (w < warp) before += totals[w];
-            filled += totals[w];
-        }
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i)
-            if (seen[i]) list[before++] = (u32)(holder[i] * room + key) | seen[i] << 24;
-    }
-    if (threadIdx.x < beams) {
-        const int beam = first + threadIdx.x;
-        list[filled + threadIdx.x] = (u32)(beam * room + count - 1) | columns.of(beam) << 24;
+        if (start) holders.load(slots, beams, room, key);
+        const auto put = [&](int place, int beam, u32 seeing) {
+            u32 seen = 0;
+            for (int i = 0; i < beams; ++i) seen |= seeing >> i & 1 ? columns.of(first + i) : 0;
+            list[place] = (u32)(beam * room + key) | seen << 24;
+        };
+        filled = list_rows_of_keys<THREADS>(holders, beams, key < count - 1, filled, start / THREADS, put);
     }
     __syncthreads();
     return filled + beams;
@@ -189,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM), or (pages, PAGE, kv_heads, HEAD_DIM); a memory:
     scalar* v_cache,          // (sentences, room, kv_heads, HEAD_DIM)
     const int* key_counts,    // (rows,): number of keys, the new one included, which is the last; (sentences,) with MEMORY
-    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key; with BEAMS
+    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key; with LISTS
+    const u32* rows,          // (sentences, beam * room): the rows of old keys, see seen_rows.cuh; with LISTED
+    const int* row_counts,    // (sentences,): how many they are
     const int* page_table,    // (rows, room / PAGE): the pages of a row, in the order of its keys; with PAGE
     scalar* out,              // (rows, heads, HEAD_DIM)
     long long q_stride,
@@ -209,11 +188,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     const int sentence = blockIdx.x / kv_heads, kv_head = blockIdx.x - sentence * kv_heads;
     const long long first_row = (long long)sentence * beam;
     const int key_stride = kv_heads * HEAD_DIM;
-    const int group = heads / kv_heads, first_column = blockIdx.y * COLUMNS;
+    const int group = BEAMS == LISTED ? 1 : heads / kv_heads, first_column = BEAMS == LISTED ? 0 : blockIdx.y * COLUMNS;
     const Columns columns = {first_column, min(COLUMNS, beam * group - first_column), group};
     const long long first_count = APPENDS ? first_row : sentence;
     if (APPENDS) k += first_row * k_stride + kv_head * HEAD_DIM, v += first_row * v_stride + kv_head * HEAD_DIM;
     k_cache += kv_head * HEAD_DIM, v_cache += kv_head * HEAD_DIM;
+    if (BEAMS == LISTED) rows += (long long)sentence * beam * room;
     if (PAGE) {
         page_table += first_row * (room / KEYS);
     } else {
@@ -228,27 +208,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) query[p] = load<uint4>(from + 32 * p);
     };
-    const int first_beam = columns.beam(0), beams = columns.beam(columns.count - 1) - first_beam + 1;
+    const int first_beam = BEAMS == LISTED ? 0 : columns.beam(0);
+    const int beams = BEAMS == LISTED ? beam : columns.beam(columns.count - 1) - first_beam + 1;
 
     uint4 keys[2][PARTS] = {};
     u32 values[4][WORDS] = {}, seen[2];
+    int page = 0;
+    u32 entries = 0;
+    const int newest_count = BEAMS ? beams : 1;
+    // The entries of group `now` of the list of rows, a lane has one: what is no old item's is not used.
+    const auto entries_of = [&](int now) { return BEAMS == LISTED ? rows[min(now * GROUP + lane % GROUP, beam * room - 1)] : 0; };
     // Loads group `now` of `items`, of which the last ones are new, one for each beam: all, only old or only new ones. Items
     // past the last one are the last, which no column sees there.
     const auto fetch = [&](int now, int items, bool old = true, bool fresh = APPENDS) {
-        const int page = PAGE && old ? page_table[now * GROUP / KEYS] : 0;
+        if (PAGE && old) page = page_table[now * GROUP / KEYS];
         const scalar *key, *value;
         bool wanted;
         const auto find = [&](int inside) {
-            const int item = min(now * GROUP + inside, items - 1);
-            const u32 entry = BEAMS ? list[item] : item;
-            const int row = BEAMS ? entry & ROW : PAGE ? page * PAGE + item % KEYS : item;
-            const int newest = item - items + (BEAMS ? beams : 1);
+            const int item = min(now * GROUP + inside, items - 1), newest = item - items + newest_count;
             const bool is_new = APPENDS && newest >= 0;
+            const u32 entry = BEAMS == LISTED ? __shfl_sync(~0u, entries, item % GROUP) : BEAMS && !is_new ? list[item] : item;
+            const int row = BEAMS ? entry & ROW : PAGE ? page * PAGE + item % KEYS : item;
             wanted = is_new ? fresh : old;
             const int from = BEAMS ? first_beam + newest : 0;
             key = is_new ? k + from * k_stride : k_cache + (long long)row * key_stride;
             value = is_new ? v + from * v_stride : v_cache + (long long)row * key_stride;
-            return entry >> 24;
+            return is_new ? columns.of(from) : entry >> 24;
         };
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -266,25 +251,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
         }
     };
     int count, items;
+    // Writes the new keys and values of group `now`, which has just been fetched, of the beams whose first column is here.
+    const auto append = [&](int now) {
+        const auto row_of = [&](int inside) {  // of the caches; -1: none
+            const int item = now * GROUP + inside, newest = item - items + newest_count;
+            const int from = BEAMS ? first_beam + newest : 0;
+            if (newest < 0 || item >= items || from * group < first_column) return -1;
+            return PAGE ? page * PAGE + item % KEYS : from * room + count - 1;
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (const int row = row_of(8 * half + g); row >= 0)
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p)
+                    *reinterpret_cast<uint4*>(k_cache + (long long)row * key_stride + 32 * p + 8 * t) = keys[half][p];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (const int row = row_of(i / 2 * 8 + 2 * t + i % 2); row >= 0)
+                store_value(v_cache + (long long)row * key_stride + RUN * g, values[i]);
+    };
+    const auto count_items = [&] {
+        entries = entries_of(warp);
+        if (BEAMS == LISTS) {
+            items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
+        } else {
+            items = count = min(max(key_counts[first_count], 1), room);
+            if (BEAMS == LISTED) items = min(max(row_counts[sentence], 0), beam * (room - 1)) + beams;
+        }
+    };
     bool loaded;
     if (MODE == APPEND) {
         // Groups of the first half of the room are loaded before the number of keys is known; again, if the new key is there.
         const bool early = !BEAMS && !PAGE && 2 * (warp + 1) * GROUP <= room;
         if (early) fetch(warp, room + 1);
-        if (BEAMS) items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
+        if (BEAMS) count_items();
         load_query();
-        if (!BEAMS) items = count = min(max(key_counts[first_row], 1), room);
+        if (!BEAMS) count_items();
         loaded = early && (warp + 1) * GROUP < count;
     } else {
-        if (BEAMS) items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
-        else items = count = min(max(key_counts[first_count], 1), room);
-        loaded = BEAMS ? (warp + 1) * GROUP <= items - beams : warp * GROUP < items;  // else later, with its new keys
+        // Registers have room for a group; the next one of the warp is on its way to L2 meanwhile.
+        const int next = warp + WARPS;
+        const u32 next_row = entries_of(next) & ROW;
+        count_items();
+        loaded = warp * GROUP < items;
         if (loaded) fetch(warp, items, true, false);
+        if (BEAMS == LISTED && next * GROUP + lane % GROUP < items - beams)
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM; i += 64)
+                prefetch_to_l2((lane < GROUP ? k_cache : v_cache) + (long long)next_row * key_stride + i);
         grid_dependency_wait();
         // once all blocks of this one have started: row_linear loads its weights beside them
         grid_launch_dependents();
         load_query();
-        if (APPENDS && !BEAMS && loaded) fetch(warp, items, false, true);
+        if (APPENDS && loaded && (warp + 1) * GROUP > items - newest_count) fetch(warp, items, false, true);
     }
     const int groups = (items + GROUP - 1) / GROUP;
 
@@ -296,8 +315,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     int now = warp;
 #pragma unroll 1
     while (now < groups) {
-        if (!loaded) fetch(now, items);
+        if (!loaded) {
+            if (now > warp || careful) entries = entries_of(now);
+            fetch(now, items);
+        }
         loaded = false;
+        if (APPENDS && (now + 1) * GROUP > items - newest_count) append(now);
         float logits[4] = {}, base[2];
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
@@ -326,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
         }
         if (BEAMS && careful) {
             add_seen(acc, values, weights, [&](int i) {
-                return list[min(now * GROUP + i / 2 * 8 + 2 * t + i % 2, items - 1)] >> 24;
+                const int item = min(now * GROUP + i / 2 * 8 + 2 * t + i % 2, items - 1), newest = item - items + newest_count;
+                return APPENDS && newest >= 0 ? columns.of(first_beam + newest) : (BEAMS == LISTED ? rows : list)[item] >> 24;
             });
         } else {
 #pragma unroll
@@ -345,18 +369,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
                 for (int w = 0; w < WORDS; ++w) acc[w][c] = acc[w][c + 2] = 0;
             }
         }
-    }
-
-    // ---- the new keys and values, of the beams whose first column is here
-    constexpr int VECTORS = HEAD_DIM / 8;
-    for (int i = threadIdx.x; APPENDS && i < beams * 2 * VECTORS; i += THREADS) {
-        const int from = first_beam + i / (2 * VECTORS), column = i % VECTORS * 8;
-        if (from * group < first_column) continue;
-        const int last = PAGE ? page_table[(count - 1) / KEYS] * PAGE + (count - 1) % KEYS : from * room + count - 1;
-        const bool is_value = i / VECTORS % 2;
-        const scalar* source = is_value ? v + from * v_stride : k + from * k_stride;
-        scalar* cache = (is_value ? v_cache : k_cache) + (long long)last * key_stride;
-        *reinterpret_cast<uint4*>(cache + column) = load<uint4>(source + column);
     }
 
     // ---- merge the warps
