@@ -59,9 +59,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) row_embedding(
     grid_launch_dependents();
     const int blocks = (rows + WARPS - 1) / WARPS;
     if (BEAMS && blockIdx.x >= blocks) {
-        const int sentence = blockIdx.x - blocks, first = sentence * beam;
+        const int sentence = blockIdx.x - blocks;
+        const long long first = (long long)sentence * beam;
         const int old_keys = min(key_counts[first], room) - 1;
-        list_rows(slots + (long long)first * room, old_keys, listed + (long long)first * room, listed_counts + sentence, beam, room);
+        list_rows(slots + first * room, old_keys, listed + first * room, listed_counts + sentence, beam, room);
         return;
     }
     const int i = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -229,7 +229,10 @@ class TranslationSearch(Packed):
             return raw(model.output(x[:, -1]))
 
     def take(self, logits: Any) -> None:
-        """Take the next token of every beam by ``logits`` (rows, V), which may change in place."""
+        """Take the next token of every beam by ``logits`` (rows, V), which may change in place.
+
+        A launch, such as what computes logits, must lie between two calls: scores are settled then.
+        """
         beams = self.beams
         logits, penalties = self._ruled(logits)
         found = beam_step(

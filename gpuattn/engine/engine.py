@@ -83,9 +83,8 @@ class Engine:
         self.batch_invariant = batch_invariant
         self.on_gpu = on_gpu(model.parameters()[0].data)
         self._searches = Searches(model, notify, invariant=batch_invariant, fixed=fixed_weights)
-        self._lock = self._searches.lock
         self._plans = Plans(model, max_rows, self._searches, invariant=batch_invariant)
-        self._runner = Runner(self._searches, self._lock, on_gpu=self.on_gpu)
+        self._runner = Runner(self._searches, on_gpu=self.on_gpu)
 
     def __enter__(self) -> Self:
         return self
@@ -284,7 +283,7 @@ class Engine:
             turns, found = lookup.passes(search, texts, options.eos, speculation, run), []
             while found is not None:
                 yield found
-                with self._lock, searches.on_stream():
+                with searches.lock, searches.on_stream():
                     found = next(turns, None)
 
     def _on_host(self, sources, limits, bos, prefix, options, batch_tokens=None):
@@ -322,14 +321,14 @@ class Engine:
                 first = generation.opening([len(one.tokens) for one in requests[:slots]])
             for count in (first, slots - first) if first else ():
                 add(count)
-                with self._lock, searches.on_stream():
+                with searches.lock, searches.on_stream():
                     lane.join()
             while True:
                 # the first texts start before the others are queued, of which some always wait
                 add(max(0, 2 * slots - scheduler.waiting) if lane.busy else slots)
                 if not lane.busy:
                     return
-                with self._lock, searches.on_stream():
+                with searches.lock, searches.on_stream():
                     found = lane.turn()
                 for told in said:
                     tell(*told)

@@ -27,13 +27,13 @@ class Queued(NamedTuple):
 class Runner:
     """Runs submitted requests in lanes, one for each kind of search, a turn after the other.
 
-    ``lock``: held in each turn, as by other users of ``searches``. The thread ends when nothing is
-    left to do; the next request starts another. A kind without room for its search waits until
+    It holds the lock of ``searches`` in each turn. The thread ends when nothing is left to do; the
+    next request starts another. A kind without room for its search waits until
     lanes have emptied, and nothing that came later overtakes it.
     """
 
-    def __init__(self, searches: Searches, lock: Any, *, on_gpu: bool) -> None:
-        self._searches, self._lock = searches, lock
+    def __init__(self, searches: Searches, *, on_gpu: bool) -> None:
+        self._searches = searches
         self._behind, self._least = (1, LEAST_SLOTS) if on_gpu else (0, 1)
         self._burst = {} if on_gpu else {"burst": 1, "burst_waiting": 1}
         self._changed = threading.Condition()  # guards the next five
@@ -133,7 +133,10 @@ class Runner:
                     pending = [*self._withdrawn(lane, plan), *pending]
                 lane = wider or lane
             del self._pending[key]
-            with self._lock, self._searches.on_stream(*[queued.event for queued in pending]):
+            with (
+                self._searches.lock,
+                self._searches.on_stream(*[queued.event for queued in pending]),
+            ):
                 pass
             for queued in pending:
                 request, scheduler = queued.request, lane.scheduler
@@ -149,7 +152,7 @@ class Runner:
         """Return a new lane for so many requests, which is the plan's current one, or None."""
         slots = plan.slots(waiting, self._least)
         key = slots, *plan.key
-        with self._lock, self._searches.on_stream():
+        with self._searches.lock, self._searches.on_stream():
             if self._lanes and not self._searches.fits(key):
                 return None
             search = self._searches.take(key, lambda: plan.new(slots))
@@ -164,7 +167,7 @@ class Runner:
 
     def _turn(self, lane):
         try:
-            with self._lock, self._searches.on_stream():
+            with self._searches.lock, self._searches.on_stream():
                 found = lane.turn()
         except Exception as error:  # noqa: BLE001 ends the requests of this lane alone
             mine = [handle for handle, (own, _) in self._places.items() if own is lane]
@@ -185,7 +188,7 @@ class Runner:
     def _shut(self, lane, keep):
         self._lanes.remove(lane)
         self._current = {key: own for key, own in self._current.items() if own is not lane}
-        with self._lock:
+        with self._searches.lock:
             self._searches.give(lane.search, keep)
 
     def _call(self):

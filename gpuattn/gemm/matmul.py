@@ -128,6 +128,22 @@ def matmul_activated(
     )
 
 
+def add_matmul(x: Array, weight: Array, bias: Array | None, total: Array) -> Array | Reason:
+    """Add ``x @ weight.T + bias`` to ``total`` by one launch, or return the Reason why not.
+
+    ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``total``: (N, out), which is
+    returned; it is rounded once, behind the sum. All GPU arrays of one dtype.
+    """
+    if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):
+        bias = bias.copy()
+    epilogue = None if bias is None else "BIAS"
+    return _warned(
+        cublaslt.multiply(
+            x, weight, total, transpose_b=True, accumulate=True, epilogue=epilogue, vector=bias
+        )
+    )
+
+
 def matmul_and_sums(
     dz: Array,
     x: Array,

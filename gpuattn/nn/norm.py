@@ -29,15 +29,18 @@ class LayerNorm(Module):
         """Return (norm(x), x); the backward pass adds both gradients in one launch."""
         return norm_and_residual(x, self.weight, self.bias, norm="layer", eps=self.eps)
 
-    def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:
+    def add(
+        self, x: Array, out: Any, residual: Any, dropout: Any, donate: bool = False
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Return (norm(h), h) for h = residual + dropout(out(x)), in one pass.
 
-        ``out``, ``dropout``: the Linear and Dropout modules at the end of the branch.
+        ``out``, ``dropout``: the Linear and Dropout modules at the end of the branch. ``donate``:
+        as of ``linear_dropout_add_norm``.
         """
         p, key = dropout.now()
         return linear_dropout_add_norm(
             x, out.weight, residual, self.weight, self.bias, projection_bias=out.bias, p=p,
-            seed=key, norm="layer", eps=self.eps,
+            seed=key, norm="layer", eps=self.eps, donate=donate,
         )  # fmt: skip
 
 
@@ -59,10 +62,12 @@ class RMSNorm(Module):
         """Return (norm(x), x) as ``LayerNorm.and_residual`` does."""
         return norm_and_residual(x, self.weight, norm="rms", eps=self.eps)
 
-    def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:
+    def add(
+        self, x: Array, out: Any, residual: Any, dropout: Any, donate: bool = False
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Return (norm(h), h) as ``LayerNorm.add`` does."""
         p, key = dropout.now()
         return linear_dropout_add_norm(
             x, out.weight, residual, self.weight, projection_bias=out.bias, p=p, seed=key,
-            norm="rms", eps=self.eps,
+            norm="rms", eps=self.eps, donate=donate,
         )  # fmt: skip

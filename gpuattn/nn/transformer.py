@@ -40,21 +40,22 @@ class _Layer(Module):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
         return self.norms[0].and_residual(x) if self.pre_norm else (x, x)
 
-    def step(self, n, h, following, pick=None, **context):
+    def step(self, n, h, following, pick=None, owned=False, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
         A branch returns the input of its last linear layer, and that layer.
 
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
-        after a pre-norm layer, or None. ``pick``: see ``run_layers``.
+        after a pre-norm layer, or None. ``pick``: see ``run_layers``. ``owned``: whether ``h`` may
+        be overwritten.
         """
         if self.drop and self.drop.training:
-            branched = self._branched(n, h, None, pick, context)[1]
+            branched = self._branched(n, h, None, pick, False, context)[1]
             h = self.drop(pick(h) if pick else h, branched)
             return following.and_residual(h) if self.pre_norm and following else (h, h)
-        return self._branched(n, h, following, pick, context)
+        return self._branched(n, h, following, pick, owned, context)
 
-    def _branched(self, n, h, following, pick, context):
+    def _branched(self, n, h, following, pick, owned, context):
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
         for (inner, out), norm, dropout, skip in zip(
             self._branches(**context), norms, self.dropouts, self.skips, strict=True
@@ -68,8 +69,8 @@ class _Layer(Module):
                 if norm is not None:
                     n, h = norm.and_residual(h)
             else:  # one op from the branch's last layer to the next one's input
-                n, h = norm.add(x, out, h, dropout)
-            h = h if self.pre_norm else n
+                n, h = norm.add(x, out, h, dropout, donate=owned)
+            h, owned = h if self.pre_norm else n, True
         return n, h
 
     def __call__(self, x, **context):
@@ -202,7 +203,7 @@ def run_layers(
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}
         own |= {"pick": pick} if layer is layers[-1] else {}
-        step = partial(layer.step, following=following[i], **own, **context)
+        step = partial(layer.step, following=following[i], owned=i > 0, **own, **context)
         n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n
 

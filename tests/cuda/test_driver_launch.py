@@ -334,7 +334,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
         tokens, tokens, x[:, :768], y[:, :768]
     ),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores.reshape(-1, 10)),
-    "beam_step_block": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
+    "beam_step_block": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores, settled=True),
     "step_attention": lambda x, y, v, *others: step_attention_of(x, y, *others),
     "beam_update, beam_texts": lambda x, y, v, *others: beam_update_of(x, *others),
     "text_update": lambda x, y, v, scores, tokens: text_update_of(x, tokens),

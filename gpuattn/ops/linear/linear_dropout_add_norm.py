@@ -3,7 +3,8 @@
 h = residual + dropout(x @ projection.T + projection_bias), and norm(h). "raw-hopper": one kernel
 computes whole rows of the matmul and all that follows, ``linear/linear_dropout_add_norm.cu``.
 "cublaslt" and "reference": the two ops ``linear`` and ``dropout_add_norm``, one after the other.
-The gradient is that of the two ops in each of them.
+The gradient is that of the two ops in each of them. Without a gradient and dropout "cublaslt" lets
+the product add to a residual that is donated, so that the norm reads one array instead of two.
 """
 
 import math
@@ -13,21 +14,24 @@ from typing import Any
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import check_floats, check_together, ctype, get_xp
-from gpuattn.autodiff.tape import op, raw
+from gpuattn.arrays import as_rows, check_floats, check_together, ctype, get_xp
+from gpuattn.autodiff.tape import Box, is_recording, op, raw
 from gpuattn.cuda.gpu import gpu, hopper_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.errors import SlowerRefusal
+from gpuattn.gemm.cublaslt import Reason
+from gpuattn.gemm.matmul import add_matmul
 from gpuattn.impls import Call, Fusion, Impl, Impls
-from gpuattn.ops.arguments import check_matrix, check_shapes, take_arrays
+from gpuattn.ops.arguments import check_flags, check_matrix, check_shapes, take_arrays
 from gpuattn.ops.dropout import device_numbers
 from gpuattn.ops.linear.gradients import save
 from gpuattn.ops.linear.linear import IMPLS as LINEAR
 from gpuattn.ops.norm.dropout_add_norm import IMPLS as DROPOUT_ADD_NORM
 from gpuattn.ops.norm.dropout_add_norm import settings
 from gpuattn.ops.norm.launch import refuse_raw, rows_of
-from gpuattn.ops.norm.layer_norm import check_eps, contiguous
+from gpuattn.ops.norm.layer_norm import check_eps, contiguous, layer_norm
+from gpuattn.ops.norm.rms_norm import rms_norm
 from gpuattn.typing import Array
 
 FILE, NAME = "linear/linear_dropout_add_norm.cu", "linear_dropout_add_norm_forward"
@@ -52,6 +56,7 @@ def linear_dropout_add_norm(
     norm: str = "layer",
     eps: float = 1e-5,
     seed: Any = None,
+    donate: bool = False,
     impl: str | None = None,
 ) -> Call[tuple[Array, Array]]:
     """Return (normed, h): h = residual + dropout(x @ projection.T + projection_bias), norm(h).
@@ -60,8 +65,9 @@ def linear_dropout_add_norm(
     ``projection_bias``: (D,) or None. All of one float dtype, arrays or Tensors. ``norm``, ``p``,
     ``seed``, ``eps``: as in ``dropout_add_norm``. The results are those of
     ``dropout_add_norm(linear(x, projection), residual, ...)``, but for a rounding: "raw-hopper"
-    does not round the matmul to the dtype. ``impl``: "raw-hopper", "cublaslt", "reference", or
-    None for the first that accepts.
+    does not round the matmul to the dtype, nor does "cublaslt" where it takes a donated residual.
+    ``donate``: the memory of ``residual`` may become that of h, unless a gradient is recorded.
+    ``impl``: "raw-hopper", "cublaslt", "reference", or None for the first that accepts.
 
     Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit, p outside
     0..1, an ``eps`` that is not positive and finite, and an unknown ``norm``.
@@ -79,7 +85,11 @@ def linear_dropout_add_norm(
     check_shapes(name, shape, residual=residual)
     check_shapes(name, shape[-1:], **{name: given[name] for name in vectors})
     eps = check_eps(name, eps)
-    return Call(IMPLS, inputs.values(), impl, **settings(name, norm, p, seed), eps=eps)
+    check_flags(name, donate=donate)
+    params = settings(name, norm, p, seed) | {"eps": eps, "donate": bool(donate)}
+    own = inputs["residual"]
+    donated = (own,) if donate and isinstance(own, Box) and not is_recording() else ()
+    return Call(IMPLS, inputs.values(), impl, donated=donated, **params)
 
 
 # ---- as two ops ---------------------------------------------------------------------------------
@@ -100,13 +110,28 @@ def _saved(x, projection, needs, of_norm):
     return *save("none", x, projection, _needs_of_linear(needs)), *of_norm
 
 
-def _forward_two(linear, norm, x, projection, residual, *vectors, needs, **params):
+def _forward_two(linear, norm, x, projection, residual, *vectors, needs, donate=False, **params):
+    if donate and linear.name == "cublaslt" and not any(needs):
+        outs = _in_place(x, projection, residual, *vectors, **params)
+        if outs is not None:
+            return outs, None
     y, _ = linear.forward(x, projection, None, needs=(False,) * 3, activation=None)
     outs, saved = norm.forward(y, residual, *vectors, needs=_needs_of_norm(needs), **params)
     return outs, _saved(x, projection, needs, saved) if any(needs) else None
 
 
-def _backward_two(linear, norm, saved, *grads, needs, into, fold=None, **params):
+def _in_place(x, projection, residual, weight, bias, x_bias, *, p, key, rms, eps):
+    """Return (normed, h) with h in the memory of the residual; None where that cannot be."""
+    if rng.threshold(p) < 65536 or x.itemsize != 2 or not residual.flags.c_contiguous:
+        return None
+    h = residual.reshape(-1, len(projection))
+    if type(add_matmul(as_rows(x), projection, x_bias, h)) is Reason:
+        return None
+    norm = rms_norm if rms else partial(layer_norm, bias=bias)
+    return norm(residual, weight, eps=eps), residual
+
+
+def _backward_two(linear, norm, saved, *grads, needs, into, donate=False, fold=None, **params):
     of_norm, slots = saved[_OF_LINEAR:], (None, *into[2:])
     dy, *rest = norm.backward(of_norm, *grads, needs=_needs_of_norm(needs), into=slots, **params)
     if not any(needs[:2]):
@@ -174,7 +199,9 @@ def shared_bytes(width: int, rows: int) -> int:
     return 2048 + stages * stage + 6 * width + 1024 + rows * width // 8
 
 
-def _forward_hopper(x, projection, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):
+def _forward_hopper(
+    x, projection, residual, weight, bias, x_bias, *, needs, p, key, rms, eps, donate=False
+):  # fmt: skip
     width, depth = projection.shape
     normed, h = arrays.empty(x, residual.shape), arrays.empty(x, residual.shape)
     count, mean, rstd = residual.size // width, None, None

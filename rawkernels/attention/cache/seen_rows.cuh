@@ -1,6 +1,6 @@
 #pragma once
-// The rows of a cache that hold the keys which a sentence's beams see: beams share the keys of common ancestors, and each row is
-// listed once, in the order of keys. row_embedding.cu lists them at the start of a step, attention/cache/step_attention.cu
+// The rows of a cache that hold the keys which a sentence's beams see: beams share the keys of common ancestors, and each row
+// is listed once, in the order of keys. row_embedding.cu lists them at the start of a step, attention/cache/step_attention.cu
 // where that is not done.
 
 constexpr int LISTED_BEAMS = 8;

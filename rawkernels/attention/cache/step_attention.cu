@@ -6,7 +6,8 @@
 // come from global memory in the layout of the operand, without shared memory. Warp w takes the groups of 16 keys
 // w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
 // PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: 0: sentences have one beam. LISTS: they have more, and the
-// block lists their rows. LISTED: row_embedding has listed them, for up to 8 beams, and a KV head has one head: columns are beams.
+// block lists their rows. LISTED: row_embedding.cu has listed them, for up to 8 beams, and a KV head has one head, so that
+// columns are beams.
 // MODE: APPEND waits for the kernel before it first. SETTLED: what wrote caches, counts, slots and page table was over before
 // the kernel before this one started, so old keys are loaded beside it. MEMORY is SETTLED, too.
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 8, 16; MODE = 0
@@ -39,7 +40,7 @@ static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attenti
 // architectures.
 constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ != 900;
 constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                ? BEAMS ? 8 : 12
-                              : BEAMS                        ? 16
+                              : BEAMS                        ? MORE_REGISTERS && MODE == SETTLED ? 12 : 16
                               : MORE_REGISTERS || WARPS <= 2 ? 20
                                                              : 24;
 constexpr int BLOCKS_AT_ONCE = WARPS < WARPS_AT_ONCE ? WARPS_AT_ONCE / WARPS : 1, THREADS = 32 * WARPS;
@@ -52,11 +53,8 @@ constexpr int KEYS = PAGE ? PAGE : 1;                     // of a page, a diviso
 constexpr bool APPENDS = MODE != MEMORY;
 static_assert(COLUMNS == LISTED_BEAMS);
 
-// Keys and values of a row are read once a step: they leave the caches first. Pages may be those of other texts, too.
-template <typename T> __device__ T load(const scalar* from) {
-    const T* place = reinterpret_cast<const T*>(from);
-    return PAGE ? *place : __ldcs(place);
-}
+// Keys and values are read once a step, or by several texts at the same time: they leave the caches first.
+template <typename T> __device__ T load(const scalar* from) { return __ldcs(reinterpret_cast<const T*>(from)); }
 
 __device__ void load_value(u32 (&words)[WORDS], const scalar* from) {
     if constexpr (RUN == 4) {
@@ -217,7 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     u32 entries = 0;
     const int newest_count = BEAMS ? beams : 1;
     // The entries of group `now` of the list of rows, a lane has one: what is no old item's is not used.
-    const auto entries_of = [&](int now) { return BEAMS == LISTED ? rows[min(now * GROUP + lane % GROUP, beam * room - 1)] : 0; };
+    const auto entries_of = [&](int now) {
+        return BEAMS == LISTED ? rows[min(now * GROUP + lane % GROUP, beam * room - 1)] : 0;
+    };
     // Loads group `now` of `items`, of which the last ones are new, one for each beam: all, only old or only new ones. Items
     // past the last one are the last, which no column sees there.
     const auto fetch = [&](int now, int items, bool old = true, bool fresh = APPENDS) {

@@ -1,11 +1,14 @@
 """linear_dropout_add_norm: a branch's last layer, dropout, residual sum and norm in one op."""
 
+import itertools
+
 import numpy as np
 import pytest
 from checks import (
     check_gradient,
     check_hopper_compiles,
     check_implementation,
+    dtype_of,
     find,
     implementations,
     sampled,
@@ -66,6 +69,39 @@ def test_it_equals_the_two_ops(xp, rng, norm):
         np.testing.assert_array_equal(to_cpu(mine.data), to_cpu(other.data))
     for mine, other in zip(*leaves, strict=True):
         np.testing.assert_allclose(to_cpu(mine.grad), to_cpu(other.grad), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_donated_residual(xp, rng, norm, dtype):
+    """It may become h, but not beside a gradient or dropout; the results stay as accurate."""
+    given = [xp.asarray(a).astype(dtype_of(dtype)) for a in inputs(rng, (3, 40, 24), 48)]
+    exact = linear_dropout_add_norm(
+        *[to_cpu(a).astype(np.float64) for a in given[:4]], norm=norm,
+        projection_bias=to_cpu(given[5]).astype(np.float64),
+    )  # fmt: skip
+    told = explain(linear_dropout_add_norm, *given[:4], norm=norm)
+    forms = itertools.product(({"projection_bias": given[5]}, {}), ({}, {"p": 0.4, "seed": 3}))
+    for vectors, rest in [form for form in forms for _ in range(3)]:  # later calls have plans
+        x, projection, residual, weight = (a.copy() for a in given[:4])
+        out = linear_dropout_add_norm(
+            x, projection, residual, weight, norm=norm, donate=True, **vectors, **rest
+        )
+        taken = told.chosen == "cublaslt" and dtype == "bfloat16" and not rest
+        assert xp.shares_memory(out[1], residual) == taken
+        if not taken:
+            np.testing.assert_array_equal(to_cpu(residual), to_cpu(given[2]))
+        if vectors and not rest:
+            bound = 1e-5 if dtype == "float32" else 0.04
+            for mine, other in zip(out, exact, strict=True):
+                np.testing.assert_allclose(
+                    to_cpu(mine).astype(np.float64), other, rtol=bound, atol=bound
+                )
+    residual = Tensor(given[2].copy(), requires_grad=True)
+    _, h = linear_dropout_add_norm(*given[:2], residual, given[3], norm=norm, donate=True)
+    h.sum().backward()
+    np.testing.assert_array_equal(to_cpu(residual.data), to_cpu(given[2]))
+    assert (to_cpu(residual.grad) == 1).all()
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
