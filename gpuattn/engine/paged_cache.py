@@ -1,11 +1,13 @@
 """The cache of one layer as pages, which texts that begin alike share: see ``engine.pages``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn import arrays
+from gpuattn.arrays import import_cupy
 from gpuattn.autodiff.tape import raw
 from gpuattn.engine.pages import PAGE, SlotPages, pages_of
 from gpuattn.ops.attention.flash_attention import flash_attention
@@ -137,11 +139,46 @@ class Reach(NamedTuple):
         return cls(np.zeros(1, np.int32), own[first : first + 1], seen, places, keys=total)
 
 
-class PromptReads:
-    """A PagedCache while the keys of prompts are computed, as ``reach`` says."""
+class Beside:
+    """A second stream for stores, which take memory's time, beside products on the current one.
 
-    def __init__(self, cache: PagedCache, reach: Reach) -> None:
-        self.cache, self.reach = cache, reach
+    In a CUDA graph it is a branch. ``join`` ends it.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = import_cupy().cuda
+        self._stream = self._cuda.Stream(non_blocking=True)
+        self._read: tuple[Any, ...] = ()
+
+    def run(self, call: Callable[[], Any], *read: Any) -> None:
+        """Queue what ``call`` launches, which reads the arrays ``read``, behind the one before.
+
+        The current stream waits for it when the next one comes, and then their memory is free.
+        """
+        self.join()
+        self._wait(self._stream, self._cuda.get_current_stream())
+        with self._stream:
+            call()
+        self._read = read
+
+    def join(self) -> None:
+        """Let the current stream wait for what was queued."""
+        if self._read:
+            self._wait(self._cuda.get_current_stream(), self._stream)
+            self._read = ()
+
+    def _wait(self, stream, other):
+        stream.wait_event(other.record(self._cuda.Event(disable_timing=True)))
+
+
+class PromptReads:
+    """A PagedCache while the keys of prompts are computed, as ``reach`` says.
+
+    ``beside``: where keys are stored, if not on the current stream.
+    """
+
+    def __init__(self, cache: PagedCache, reach: Reach, beside: Beside | None = None) -> None:
+        self.cache, self.reach, self.beside = cache, reach, beside
 
     def decodes(self, q: Any) -> bool:
         """Return True: ``attend`` takes the queries of a call."""
@@ -167,7 +204,11 @@ class PromptReads:
         """Store k and v (n, T, Hk, D)."""
         packed = [raw(x).reshape(-1, *x.shape[2:]) for x in (k, v)]
         pairs = list(zip((self.cache.k, self.cache.v), packed, strict=True))
-        store_rows(pairs, self.reach.firsts, self.reach.pages, min(PAGE, k.shape[1]))
+        own = pairs, self.reach.firsts, self.reach.pages, min(PAGE, k.shape[1])
+        if self.beside is None:
+            store_rows(*own)
+        else:
+            self.beside.run(partial(store_rows, *own), *packed)
 
 
 def _slice(pages: np.ndarray) -> Sequence[int] | slice | np.ndarray:

@@ -9,10 +9,11 @@ import numpy as np
 from gpuattn.arrays import on_gpu
 from gpuattn.engine.generation import Generation
 from gpuattn.engine.inputs import Inputs, rounded
-from gpuattn.engine.paged_cache import HostReads, PagedCache, PromptReads, Reach
+from gpuattn.engine.paged_cache import Beside, HostReads, PagedCache, PromptReads, Reach
 from gpuattn.engine.pages import PAGE, SlotPages, pages_of
 from gpuattn.engine.steps.row_step import is_one_launch
 
+LEAST_BESIDE = 4096  # tokens from which on keys are stored beside products
 LEAST_EIGHTHS = 32  # prompts from which on seven eighths of them are a shape of their own
 
 
@@ -79,6 +80,7 @@ class PagedGeneration(Generation):
             self.pages.pool.forget()
 
     def _new_caches(self, like):
+        self._beside: Beside | None = None
         self._joined: set[int] = set()  # slots whose texts are loaded next
         shape = self.pages.table.shape
         size = shape[0] * shape[1]
@@ -205,9 +207,14 @@ class PagedGeneration(Generation):
             cache.copy(firsts, targets)
 
     def _compute(self, tokens, positions, reach):
-        caches = [PromptReads(cache, reach) for cache in self.caches]
+        beside = None
+        if on_gpu(self._tables) and tokens.size >= LEAST_BESIDE and reach.seen is None:
+            beside = self._beside = self._beside or Beside()  # nothing is read back from pages
+        caches = [PromptReads(cache, reach, beside) for cache in self.caches]
         with self.model.evaluating():
             self.model.fill(tokens, positions, caches=caches)
+        if beside:
+            beside.join()
 
 
 def _entries(count, most):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from checks import sampled
+from delays import HOLD
 
 from gpuattn import rng as random
 from gpuattn.arrays import get_xp, to_cpu
@@ -10,6 +11,7 @@ from gpuattn.decode.sample import sample
 from gpuattn.engine import Engine, generation, paged_generation, pages
 from gpuattn.engine.generation import Generation
 from gpuattn.engine.lane import Lane, Request
+from gpuattn.engine.paged_cache import Beside
 from gpuattn.engine.paged_generation import PagedGeneration, generation_of, paging_refusal
 from gpuattn.engine.pages import PAGE
 from gpuattn.engine.scheduler import Scheduler
@@ -282,6 +284,29 @@ def test_first_prompts_begin_before_others_are_read(model, monkeypatch):
         engine.generate([*prompts[1:], [3, VOCAB]], limits=[10] * 9, **given)
     again = engine.generate(prompts, limits=[10] * 9, **given)
     check(model, dict(enumerate(again)), requests, eos=None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_of_prompts_are_stored_beside_products(gpu, monkeypatch, name):
+    """Also where a store is late: what reads it, or takes the memory that it reads, waits."""
+    model = MODELS[name]()
+    for parameter in model.parameters():
+        parameter.data = gpu.asarray(parameter.data)
+    rng, found, run = np.random.default_rng(4), [], Beside.run
+    hold = gpu.RawKernel(HOLD, "hold")
+
+    def late(self, call, *read):
+        run(self, lambda: (hold((1,), (1,), (np.int64(300_000),)), call()), *read)
+
+    monkeypatch.setattr(Beside, "run", late)
+    prompts = [rng.integers(3, VOCAB, 150 + i).tolist() for i in range(20)]
+    for least in (1, 1 << 30):
+        monkeypatch.setattr(paged_generation, "LEAST_BESIDE", least)
+        with Engine(model.eval()) as engine:
+            for _ in range(3):  # calls, and replays of a graph
+                texts = engine.generate(prompts, limits=[40] * 20, seed=5, **DRAWS)
+                found.append([text.tokens for text in texts])
+    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("lengths, count", [

@@ -214,6 +214,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     int page = 0;
     u32 entries = 0;
     const int newest_count = BEAMS ? beams : 1;
+    const auto load_page = [&](int now) {
+        if (PAGE) page = page_table[now * GROUP / KEYS];
+    };
     // The entries of group `now` of the list of rows, a lane has one: what is no old item's is not used.
     const auto entries_of = [&](int now) {
         return BEAMS == LISTED ? rows[min(now * GROUP + lane % GROUP, beam * room - 1)] : 0;
@@ -221,7 +224,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     // Loads group `now` of `items`, of which the last ones are new, one for each beam: all, only old or only new ones. Items
     // past the last one are the last, which no column sees there.
     const auto fetch = [&](int now, int items, bool old = true, bool fresh = APPENDS) {
-        if (PAGE && old) page = page_table[now * GROUP / KEYS];
         const scalar *key, *value;
         bool wanted;
         const auto find = [&](int inside) {
@@ -271,6 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
                 store_value(v_cache + (long long)row * key_stride + RUN * g, values[i]);
     };
     const auto count_items = [&] {
+        load_page(min(warp, room / GROUP - 1));  // at the same time as counts
         entries = entries_of(warp);
         if (BEAMS == LISTS) {
             items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
@@ -316,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
 #pragma unroll 1
     while (now < groups) {
         if (!loaded) {
-            if (now > warp || careful) entries = entries_of(now);
+            if (now > warp || careful) load_page(now), entries = entries_of(now);
             fetch(now, items);
         }
         loaded = false;
