@@ -140,9 +140,9 @@ class Reach(NamedTuple):
 
 
 class Beside:
-    """A second stream for stores, which take memory's time, beside products on the current one.
+    """A second stream for copies, which wait for memory, beside products on the current one.
 
-    In a CUDA graph it is a branch. ``join`` ends it.
+    In a CUDA graph it is a branch, which ``join`` ends.
     """
 
     def __init__(self) -> None:
@@ -151,9 +151,10 @@ class Beside:
         self._read: tuple[Any, ...] = ()
 
     def run(self, call: Callable[[], Any], *read: Any) -> None:
-        """Queue what ``call`` launches, which reads the arrays ``read``, behind the one before.
+        """Queue what ``call`` launches, which reads the arrays ``read``.
 
-        The current stream waits for it when the next one comes, and then their memory is free.
+        They are held until the next call of ``run`` or ``join``, in which the current stream waits
+        for it.
         """
         self.join()
         self._wait(self._stream, self._cuda.get_current_stream())

@@ -28,8 +28,8 @@ class Runner:
     """Runs submitted requests in lanes, one for each kind of search, a turn after the other.
 
     It holds the lock of ``searches`` in each turn. The thread ends when nothing is left to do; the
-    next request starts another. A kind without room for its search waits until
-    lanes have emptied, and nothing that came later overtakes it.
+    next request starts another. A kind without room for its search waits until lanes have emptied,
+    and nothing that came later overtakes it.
     """
 
     def __init__(self, searches: Searches, *, on_gpu: bool) -> None:
@@ -133,10 +133,8 @@ class Runner:
                     pending = [*self._withdrawn(lane, plan), *pending]
                 lane = wider or lane
             del self._pending[key]
-            with (
-                self._searches.lock,
-                self._searches.on_stream(*[queued.event for queued in pending]),
-            ):
+            events = [queued.event for queued in pending]
+            with self._searches.lock, self._searches.on_stream(*events):
                 pass
             for queued in pending:
                 request, scheduler = queued.request, lane.scheduler
