@@ -40,22 +40,21 @@ class _Layer(Module):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
         return self.norms[0].and_residual(x) if self.pre_norm else (x, x)
 
-    def step(self, n, h, following, pick=None, owned=False, **context):
+    def step(self, n, h, following, pick=None, donate=False, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
         A branch returns the input of its last linear layer, and that layer.
 
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
-        after a pre-norm layer, or None. ``pick``: see ``run_layers``. ``owned``: whether ``h`` may
-        be overwritten.
+        after a pre-norm layer, or None. ``pick``, ``donate``: see ``run_layers``.
         """
         if self.drop and self.drop.training:
             branched = self._branched(n, h, None, pick, False, context)[1]
             h = self.drop(pick(h) if pick else h, branched)
             return following.and_residual(h) if self.pre_norm and following else (h, h)
-        return self._branched(n, h, following, pick, owned, context)
+        return self._branched(n, h, following, pick, donate, context)
 
-    def _branched(self, n, h, following, pick, owned, context):
+    def _branched(self, n, h, following, pick, donate, context):
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
         for (inner, out), norm, dropout, skip in zip(
             self._branches(**context), norms, self.dropouts, self.skips, strict=True
@@ -69,8 +68,8 @@ class _Layer(Module):
                 if norm is not None:
                     n, h = norm.and_residual(h)
             else:  # one op from the branch's last layer to the next one's input
-                n, h = norm.add(x, out, h, dropout, donate=owned)
-            h, owned = h if self.pre_norm else n, True
+                n, h = norm.add(x, out, h, dropout, donate=donate)
+            h = h if self.pre_norm else n
         return n, h
 
     def __call__(self, x, **context):
@@ -187,6 +186,7 @@ def run_layers(
     memories: list[Any] | None = None,
     recompute: bool = False,
     pick: Callable[[Any], Any] | None = None,
+    donate: bool = False,
     **context: Any,
 ) -> Any:
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
@@ -194,7 +194,9 @@ def run_layers(
     ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only the inputs of a
     layer, and run it again in the backward pass. ``pick``: a function that returns, of an array
     like ``x``, the rows that the caller reads of the result, or None for all. The last layer
-    computes only these rows after its first attention, and only they are returned.
+    computes only these rows after its first attention, and only they are returned. ``donate``:
+    whether residual sums may be made in place, the first one in ``x``, see
+    ``linear_dropout_add_norm``.
     """
     recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
@@ -203,7 +205,7 @@ def run_layers(
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}
         own |= {"pick": pick} if layer is layers[-1] else {}
-        step = partial(layer.step, following=following[i], owned=i > 0, **own, **context)
+        step = partial(layer.step, following=following[i], donate=donate, **own, **context)
         n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n
 
@@ -218,12 +220,12 @@ def fill_caches(
 ) -> None:
     """Store the keys and values in ``caches``, one for each layer, that ``run_layers`` would.
 
-    Of the last layer nothing else is computed: nobody reads its output.
+    Of the last layer nothing else is computed: nobody reads its output. ``x`` may be overwritten.
     """
     *before, last = layers
     if before:
         norm = last.norms[0] if last.pre_norm else None
-        n = run_layers(before, norm, x, caches=caches[:-1], positions=positions)
+        n = run_layers(before, norm, x, caches=caches[:-1], positions=positions, donate=True)
     else:
         n, _ = last.enter(x)
     last.attention.store(n, caches[-1], positions)
