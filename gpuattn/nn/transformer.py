@@ -48,7 +48,7 @@ class _Layer(Module):
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
         after a pre-norm layer, or None. ``pick``, ``donate``: see ``run_layers``.
         """
-        if self.drop and self.drop.training:
+        if self.drop and self.drop.training:  # which reads h once more: it is not donated
             branched = self._branched(n, h, None, pick, False, context)[1]
             h = self.drop(pick(h) if pick else h, branched)
             return following.and_residual(h) if self.pre_norm and following else (h, h)

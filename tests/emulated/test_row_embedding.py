@@ -103,9 +103,8 @@ def test_rows_that_beams_see_are_listed(beam, room):
 
 def test_lists_only_where_row_linear_waits_before_attention_starts():
     """With fewer rows attention could start before row_embedding has ended."""
-    assert re.search(r"\bEAGER = (\d+);", sources.source_text(row_step.FILE))[1] == str(
-        row_step.EAGER
-    )
+    eager = re.search(r"\bEAGER = (\d+);", sources.source_text(row_step.FILE))
+    assert int(eager[1]) == row_step.EAGER
     sizes = {"vocab": 50, "d_model": 64, "heads": 4, "ffn": 64, "layers": (1, 2)}
     whole, grouped = (
         TranslationModel(TranslationConfig(**sizes, kv_heads=n)).eval() for n in (4, 2)

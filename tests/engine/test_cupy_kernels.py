@@ -50,7 +50,7 @@ def test_the_operations_are_those_that_are_listed(card, dtype, monkeypatch):
     monkeypatch.setattr(beam, "stable_texts", lambda done, *_: (0 * done, done[:, None]))
     for search in (generation.Generation, beam.TranslationSearch):
         monkeypatch.setattr(search, "hypotheses", hypotheses)
-    chosen = lookup.LookupSearch.found
+    chosen = lookup.LookupSearch.found  # tokens that the fake GPU did not write either
     monkeypatch.setattr(
         lookup.LookupSearch, "found", lambda self: [*map(np.zeros_like, chosen(self))]
     )
