@@ -57,15 +57,16 @@ class PagedCache:
         """Return True: ``attend`` takes the queries of a step."""
         return True
 
-    def attend(self, q: Any, k: Any, v: Any, settled: bool = False) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, **known: Any) -> Any:
         """Store k and v (S, 1, Hk, D) behind the others; return the attention of ``q``.
 
-        ``settled``: see ``step_attention``.
+        ``known``: of ``step_attention``, as of ``DeviceCache``.
         """
         counts = self.texts.key_counts
         if self.reads is None:
-            paged = {"page_table": self.table, "settled": settled}
-            return step_attention(q, k, v, self.k, self.v, counts, **paged)
+            return step_attention(
+                q, k, v, self.k, self.v, counts, page_table=self.table, **known
+            )  # fmt: skip
         rows, last = np.arange(len(counts)), counts - 1
         for store, new in ((self.k, k), (self.v, v)):
             store[self.table[rows, last // PAGE], last % PAGE] = raw(new)[:, 0]

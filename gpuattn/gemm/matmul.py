@@ -117,8 +117,7 @@ def matmul_activated(
         return Reason("cuBLASLt's GELU is the tanh form", by_design=True)
     if activation == "gelu" and x.dtype == np.float32:
         return Reason("cuBLASLt's GELU is made for 16 bits: in float32 it is 5e-6 off", True)
-    if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):
-        bias = bias.copy()
+    bias = _aligned(bias)
     parts = [activation.upper()] if activation else []
     parts += ["AUX"] * (before is not None) + ["BIAS"] * (bias is not None)
     return _warned(
@@ -134,14 +133,20 @@ def add_matmul(x: Array, weight: Array, bias: Array | None, total: Array) -> Arr
     ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``total``: (N, out), which is
     returned; it is rounded once, behind the sum. All GPU arrays of one dtype.
     """
-    if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):
-        bias = bias.copy()
+    bias = _aligned(bias)
     epilogue = None if bias is None else "BIAS"
     return _warned(
         cublaslt.multiply(
             x, weight, total, transpose_b=True, accumulate=True, epilogue=epilogue, vector=bias
         )
     )
+
+
+def _aligned(bias):
+    """Return a bias as cuBLASLt takes it: contiguous, at a multiple of 16 bytes."""
+    if bias is None or (bias.flags.c_contiguous and bias.data.ptr % 16 == 0):
+        return bias
+    return bias.copy()
 
 
 def matmul_and_sums(

@@ -189,6 +189,13 @@ def step_attention_of(x, y, scores, tokens):
     return step_attention(q, q, q, k_cache, v_cache, key_counts, slots)
 
 
+def pages_attention_of(x, y, tokens):
+    """Attention of 4 texts with a head; keys and values come from x, the pages are y."""
+    q, (k_cache, v_cache) = x.reshape(-1)[:256].reshape(4, 1, 1, 64), y.reshape(2, 5, 64, 1, 64)
+    table = tokens[-4:].reshape(4, 1)
+    return step_attention(q, q, q, k_cache, v_cache, tokens[-9:-5], page_table=table)
+
+
 def beam_update_of(x, scores, tokens):
     """The state of 4 sentences after an update by scores from x, and their best texts."""
     beams, begun = begun_beams()
@@ -336,6 +343,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores.reshape(-1, 10)),
     "beam_step_block": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores, settled=True),
     "step_attention": lambda x, y, v, *others: step_attention_of(x, y, *others),
+    "step_attention, pages": lambda x, y, v, _, tokens: pages_attention_of(x, y, tokens),
     "beam_update, beam_texts": lambda x, y, v, *others: beam_update_of(x, *others),
     "text_update": lambda x, y, v, scores, tokens: text_update_of(x, tokens),
     "text_rules": lambda x, y, v, scores, _: text_rules(x, scores, *begun_rules()),

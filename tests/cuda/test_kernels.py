@@ -35,8 +35,8 @@ LIBRARY = {
 }  # other ops do it on other GPUs
 
 # kernels that may load before they wait, see the headers, and how often their text waits
-AHEAD = {"row_linear": 3, "step_attention": 2, "projected_attention": 1, "beam_update": 2,
-         "text_update": 2, "beam_step_block": 2}  # fmt: skip
+AHEAD = {"row_linear": 3, "step_attention": 2, "step_attention_hopper": 2, "beam_update": 2,
+         "projected_attention": 1, "text_update": 2, "beam_step_block": 2}  # fmt: skip
 
 SPILLED = {
     "attention/flash_attention_forward_ampere.cu": {

@@ -7,6 +7,7 @@ from checks import sampled
 from seen_rows import list_rows
 
 from gpuattn.arrays import BFLOAT16
+from gpuattn.modes import with_mode
 from gpuattn.ops.attention import step_attention as steps
 from gpuattn.ops.attention.flash_attention import flash_attention
 
@@ -82,6 +83,53 @@ def test_step_attention(
         np.testing.assert_array_equal(np.asarray(other).astype(np.float32), found)
         for own, cache in zip(again, caches, strict=True):
             assert own.tobytes() == cache.tobytes()
+
+
+PAGES = [  # rows, pages of a row, heads, kv_heads, warps, dtype
+    (3, 3, 2, 1, 2, BFLOAT16), (2, 2, 2, 2, 4, np.float16), (1, 9, 1, 1, 2, BFLOAT16),
+    (2, 1, 9, 1, 8, BFLOAT16), (4, 5, 1, 1, 4, BFLOAT16), (1, 18, 1, 1, 2, np.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("rows, pages, heads, kv_heads, warps, dtype", sampled(PAGES, 3))
+def test_pages_by_tma(rows, pages, heads, kv_heads, warps, dtype, settled, monkeypatch):
+    """The same bits as of the other kernel with as many warps; NaN behind a text is not seen."""
+    monkeypatch.setattr(steps, "_warps", lambda *_: warps)
+    monkeypatch.setattr(steps, "WARPS_OF_PAGES", ((1000, warps),))
+    rng = np.random.default_rng(10 * rows + pages)
+    parts = rng.standard_normal((rows, 1, heads + 2 * kv_heads, 64)).astype(dtype)
+    q, k, v = np.split(parts, [heads, heads + kv_heads], 2)
+    counts = rng.integers(1, 64 * pages + 1, rows).astype(np.int32)
+    counts[0] = (64 * pages, 64 * pages - 15)[
+        settled
+    ]  # the new key is the last of a group, or first
+    table = rng.permutation(np.arange(1, rows * pages + 1)).astype(np.int32).reshape(rows, pages)
+    if counts.min() > 64:
+        table[:, 0] = table[0, 0]
+    table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
+    shape = rows * pages + 1, 64, kv_heads, 64
+    caches = [rng.standard_normal(shape).astype(dtype) for _ in "kv"]
+    hide_unread(caches, counts, None, table)
+    results = []
+    for forward in (steps._forward_raw, steps._forward_hopper):
+        own = [x.copy() for x in caches]
+        given = q, k, v, *own, counts, None, None, None, table
+        with emulator.Machine(seed=rows).in_place():
+            found, _ = forward(*map(emulator.as_array, given), settled=settled, needs=())
+        results.append([np.asarray(x).tobytes() for x in (found, *own)])
+    assert np.isfinite(np.asarray(found).astype(np.float32)).all()
+    assert results[0] == results[1]
+
+
+def test_warps_over_pages():
+    """Blocks are spread evenly: one more than a multiprocessor is to have does not fit."""
+    for blocks, warps, at_once in ((64, 8, 1), (192, 4, 2), (384, 4, 3), (768, 2, 6), (1536, 2, 6)):
+        found, shared = steps._spread(blocks, 132)
+        assert found == warps
+        assert at_once * (shared + 1024) <= steps.SHARED < (at_once + 1) * (shared + 1024)
+    with with_mode("batch_invariant", True):
+        assert {steps._spread(blocks, 132)[0] for blocks in (1, 500, 9999)} == {4}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

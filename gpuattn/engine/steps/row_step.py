@@ -241,8 +241,8 @@ class RowStep:
 
         counts = heads, kv_heads, kv_heads
         q, k, v = map(raw, split_heads(enter(own.qkv).reshape(self.rows, 1, -1), counts, size))
-        known = {} if self.listed is None else {"listed": self.listed}
-        x = leave(raw(cache.attend(q, k, v, settled=True, **known)), own.out)  # behind row_linear
+        attended = cache.attend(q, k, v, settled=True, listed=self.listed)  # behind row_linear
+        x = leave(raw(attended), own.out)
         if memory is not None:
             cross = layer.cross_attention
             x = leave(self._remember(entering(), cross, *memory), cross.out)

@@ -12,8 +12,9 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype
 from gpuattn.autodiff.tape import op
-from gpuattn.cuda.gpu import gpu, tensor_core_refusal
+from gpuattn.cuda.gpu import gpu, hopper_refusal, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.modes import mode
@@ -23,7 +24,8 @@ from gpuattn.ops.attention.flash_attention import flash_attention
 from gpuattn.typing import Array
 
 NAME, FILE = "step_attention", "attention/cache/step_attention.cu"
-COLUMNS = 8  # of a block: pairs of a beam and a head
+HOPPER_NAME, HOPPER_FILE = "step_attention_hopper", "attention/cache/step_attention_hopper.cu"
+GROUP, COLUMNS = 16, 8  # of a product: keys, and columns, pairs of a beam and a head
 HEAD_DIMS = 32, 64, 128
 PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
@@ -35,6 +37,11 @@ SHORT_MEMORY = 32  # keys, for which two warps are enough
 APPEND, SETTLED, MEMORY = range(3)  # MODE of the kernel
 LISTS, LISTED = 1, 2  # BEAMS of the kernel
 LISTED_BEAMS = 8
+HOPPER_HEAD_DIM = 64
+# of pages: warps of a block where a multiprocessor has up to so many blocks, and else
+WARPS_OF_PAGES, FEW_WARPS = ((1, 8), (3, 4)), 2
+RING = 8192 + 16  # bytes of shared memory of a warp: two groups of keys and values, their barriers
+SHARED = 233472  # bytes of a multiprocessor, of which each block takes 1,024 besides its own
 
 
 @op
@@ -110,7 +117,54 @@ def _forward_by_two(
     ), None  # fmt: skip
 
 
-# ---- raw: rawkernels/attention/cache/step_attention.cu ------------------------------------------
+# ---- raw-hopper: rawkernels/attention/cache/step_attention_hopper.cu ----------------------------
+
+
+def _refuse_hopper(q, *others, settled, needs):
+    if reason := _refuse_raw(q, *others, settled=settled, needs=needs):
+        return reason
+    if reason := hopper_refusal(q.device.id):
+        return reason
+    if others[-1] is None:
+        return "texts have their keys side by side, the kernel takes pages"
+    if q.shape[-1] != HOPPER_HEAD_DIM:
+        return f"the head size is {q.shape[-1]}, the kernel takes {HOPPER_HEAD_DIM}"
+    return None
+
+
+def _spread(blocks, multiprocessors):
+    """Return the warps of a block over pages, and its bytes of shared memory.
+
+    Few blocks have more warps; not under ``batch_invariant``, as that changes the order of sums. A
+    block takes so much memory that none is a multiprocessor's while others have fewer.
+    """
+    each = -(-blocks // multiprocessors)
+    fitting = (warps for most, warps in WARPS_OF_PAGES if each <= most)
+    warps = 4 if mode.get().batch_invariant else next(fitting, FEW_WARPS)
+    at_once = -(-each // -(-each // (16 // warps)))  # in equal rounds, by the kernel's registers
+    return warps, max(1024 + warps * RING + 256, SHARED // (at_once + 1) - 1024 + 128)
+
+
+def _forward_hopper(
+    q, k, v, k_cache, v_cache, key_counts, slots, rows_seen, row_counts, page_table, *, settled,
+    needs,
+):  # fmt: skip
+    rows, _, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    out = arrays.empty(q, q.shape)
+    grid = rows * kv_heads, -(-heads // kv_heads // COLUMNS)
+    warps, shared = _spread(grid[0] * grid[1], gpu(q.device.id).multiprocessors)
+    maps = [tensor_map(x.reshape(-1, kv_heads, head_dim), GROUP) for x in (k_cache, v_cache)]
+    steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
+    constants = {"scalar": ctype(q.dtype), "WARPS": warps, "SETTLED": int(settled)}
+    kernel(HOPPER_FILE, HOPPER_NAME, **constants)(
+        grid, (32 * warps,), *maps, q, k, v, k_cache, v_cache, key_counts, page_table, out, *steps,
+        heads, kv_heads, page_table.shape[1], np.float32(head_dim**-0.5), shared_bytes=shared,
+    )  # fmt: skip
+    return out, None
+
+
+# ---- raw-ampere: rawkernels/attention/cache/step_attention.cu -----------------------------------
 
 
 def _refuse_raw(
@@ -231,6 +285,7 @@ def _fewer(rule, blocks, multiprocessors):
 
 IMPLS = Impls(
     NAME,
+    Impl("raw-hopper", _forward_hopper, refuse=_refuse_hopper, specialized=True),
     Impl("raw-ampere", _forward_raw, refuse=_refuse_raw, specialized=True),
     Impl("two-ops", _forward_by_two),
 )

@@ -8,8 +8,8 @@
 // PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: 0: sentences have one beam. LISTS: they have more, and the
 // block lists their rows. LISTED: row_embedding.cu has listed them, for up to 8 beams, and a KV head has one head, so that
 // columns are beams.
-// MODE: APPEND waits for the kernel before it first. SETTLED: what wrote caches, counts, slots and page table was over before
-// the kernel before this one started, so old keys are loaded beside it. MEMORY is SETTLED, too.
+// MODE: APPEND waits for the kernel before it first. SETTLED: what wrote caches, counts, slots, list and page table was over
+// before the kernel before this one let it start, so old keys are loaded beside it. MEMORY is SETTLED, too.
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 2, 4, 8, 16; MODE = 0
 // Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; MODE = 0
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 1, 2, 4; MODE = 0
@@ -25,13 +25,10 @@
 //            shared = 4 * beam * room bytes with LISTS (at most 8 beams)
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
-#include "attention/cache/columns.cuh"
+#include "attention/cache/key_groups.cuh"
 #include "attention/cache/seen_rows.cuh"
 #include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
-#include "common/math.cuh"
-#include "common/mma_sync.cuh"
-#include "common/tile.cuh"
 
 enum { APPEND, SETTLED, MEMORY };
 enum { LISTS = 1, LISTED };
@@ -44,7 +41,6 @@ constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                ? BEAMS ? 8 : 12
                               : MORE_REGISTERS || WARPS <= 2 ? 20
                                                              : 24;
 constexpr int BLOCKS_AT_ONCE = WARPS < WARPS_AT_ONCE ? WARPS_AT_ONCE / WARPS : 1, THREADS = 32 * WARPS;
-constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product
 constexpr int PARTS = HEAD_DIM / 32;                      // of a key: in each a lane has 8 elements
 constexpr int WORDS = HEAD_DIM / 16;                      // pairs of elements of a value that a lane has
 constexpr int RUN = HEAD_DIM == 32 ? 4 : 8;               // elements of them that are adjacent
@@ -79,17 +75,7 @@ __device__ void store_value(scalar* to, const u32 (&words)[WORDS]) {
     }
 }
 
-// acc += a word of 16 values, by weights of 8 columns.
-__device__ void add(float (&acc)[4], const u32 (&words)[4], const u32 (&weights)[2]) {
-    u32 a[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const u32 even = words[2 * half], odd = words[2 * half + 1];
-        a[2 * half] = permute_bytes(even, odd, 0x5410), a[2 * half + 1] = permute_bytes(even, odd, 0x7632);
-    }
-    mma(scalar(), acc, a, weights[0], weights[1]);
-}
-// The same for all words, with only those values in a column's sum that it sees: a bit of columns_of(value).
+// As add() for all words, with only those values in a column's sum that it sees: a bit of columns_of(value).
 template <typename F> __device__ void add_seen(
     float (&acc)[WORDS][4], const u32 (&values)[4][WORDS], const u32 (&weights)[2], F columns_of) {
     const int t = threadIdx.x % 4;
@@ -324,43 +310,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
         }
         loaded = false;
         if (APPENDS && (now + 1) * GROUP > items - newest_count) append(now);
-        float logits[4] = {}, base[2];
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-            const uint4 low = keys[0][p], high = keys[1][p];
-            const u32 a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
-            mma(scalar(), logits, a, query[p].x, query[p].y);
-            mma(scalar(), logits, b, query[p].z, query[p].w);
-        }
+        float logits[4];
+        multiply(logits, keys, query);
 #pragma unroll
         for (int i = 0; i < 4; ++i) logits[i] = seen[i / 2] >> i % 2 & 1 ? logits[i] * scale : NEG_INF;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const float most = most_of_columns(fmaxf(top[c], fmaxf(logits[c], logits[c + 2])));
-            base[c] = most == NEG_INF ? 0.f : most;
-            const float correction = exp2_fast(top[c] - base[c]);
-            top[c] = most, sum[c] *= correction;
-#pragma unroll
-            for (int w = 0; w < WORDS; ++w) acc[w][c] *= correction, acc[w][c + 2] *= correction;
-        }
         u32 weights[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float left = exp2_fast(logits[2 * half] - base[0]), right = exp2_fast(logits[2 * half + 1] - base[1]);
-            sum[0] += left, sum[1] += right;
-            weights[half] = movmatrix(pack_pair(scalar(), left, right));
-        }
+        weigh(weights, logits, top, sum, acc);
         if (BEAMS && careful) {
             add_seen(acc, values, weights, [&](int i) {
                 const int item = min(now * GROUP + i / 2 * 8 + 2 * t + i % 2, items - 1), newest = item - items + newest_count;
                 return APPENDS && newest >= 0 ? columns.of(first_beam + newest) : (BEAMS == LISTED ? rows : list)[item] >> 24;
             });
         } else {
-#pragma unroll
-            for (int w = 0; w < WORDS; ++w) {
-                const u32 words[] = {values[0][w], values[1][w], values[2][w], values[3][w]};
-                add(acc[w], words, weights);
-            }
+            add(acc, values, weights);
         }
         now += WARPS;
         if (BEAMS && now >= groups && !careful && !finite(acc)) {

@@ -6,6 +6,7 @@ import pytest
 from gpuattn import explain
 from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.bench.samples import DTYPES
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.modes import with_mode
 from gpuattn.ops.attention.step_attention import step_attention
 
@@ -122,12 +123,32 @@ def test_slots_or_pages(xp):
 
 
 def test_pages_have_the_bits_of_caches(gpu):
+    """By TMA too, with as many warps for a head."""
     given, table = paged(gpu, "bfloat16", 6, 400, 4, 4, 64, shared=3)
     own = contiguous(given, table["page_table"])
-    told = explain(step_attention, *given, **table)
-    assert told.chosen == "raw-ampere", str(told)
-    found = step_attention(*given, **table), step_attention(*own)
+    found = step_attention(*given, **table, impl="raw-ampere"), step_attention(*own)
     np.testing.assert_array_equal(*map(to_cpu, found))
+    with with_mode("batch_invariant", True):
+        found = step_attention(*given, **table), step_attention(*own)
+    np.testing.assert_array_equal(*map(to_cpu, found))
+
+
+@pytest.mark.parametrize("rows", [5, 30, 60, 140])
+def test_pages_of_many_texts(gpu, rows):
+    """Blocks of 8, 4 and 2 warps, and more than run at once."""
+    given, table = paged(gpu, "bfloat16", rows, 1000, 6, 6, 64, shared=1)
+    own = contiguous(given, table["page_table"])
+    before = [x.copy() for x in given[3:5]]
+    out, *_ = expected(*own)
+    for _ in range(3):
+        got = step_attention(*given, **table)
+        np.testing.assert_allclose(to_cpu(got).astype(np.float64), out, atol=3e-2, rtol=3e-2)
+    at = np.arange(rows), to_cpu(given[5]) - 1
+    where = to_cpu(table["page_table"])[at[0], at[1] // 64], at[1] % 64
+    for new, store, known in zip(given[1:3], given[3:5], before, strict=True):
+        known, store = to_cpu(known), to_cpu(store)
+        known[where] = to_cpu(new)[:, 0]
+        np.testing.assert_array_equal(store.view(np.uint16), known.view(np.uint16))
 
 
 def test_the_same_bits_in_any_batch(gpu):
@@ -140,6 +161,13 @@ def test_the_same_bits_in_any_batch(gpu):
 
 def test_explain_names_the_form(gpu):
     told = explain(step_attention, *problem(gpu, "bfloat16", 2, 2, 64, 2, 2, 64))
+    assert told.chosen == "raw-ampere", str(told)
+    given, table = paged(gpu, "bfloat16", 2, 200, 2, 2, 64)
+    assert explain(step_attention, *given, **table).chosen == (
+        "raw-hopper" if gpu_of(0).has_wgmma else "raw-ampere"
+    )
+    given, table = paged(gpu, "bfloat16", 2, 200, 2, 2, 32)
+    told = explain(step_attention, *given, **table)
     assert told.chosen == "raw-ampere", str(told)
     told = explain(step_attention, *problem(gpu, "bfloat16", 2, 2, 600, 2, 2, 64))
     assert told.chosen == "two-ops" and "600 keys" in dict(told.reasons)["raw-ampere"]
