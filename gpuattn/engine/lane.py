@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine.pages import PAGE
-from gpuattn.engine.scheduler import Scheduler, Ticket
+from gpuattn.engine.scheduler import BURST, Scheduler, Ticket
 from gpuattn.rng import Key
 from gpuattn.runtime.readback import Reading
 
@@ -68,8 +69,10 @@ class Lane:
         """
         scheduler, search = self.scheduler, self.search
         steps = self._burst()
-        for _ in range(steps):
-            self._run("step", (search,), search.step)
+        # a burst in one graph: between its steps launches overlap, between graphs they do not
+        whole = BURST if steps == BURST else 1
+        for _ in range(0, steps, whole):
+            self._run("steps", (search, whole), partial(_repeat, search.step, whole))
         if steps and (search.may_end or self._tell):
             reading = Reading(*search.progress(bool(self._tell)))
             self._looks.append((scheduler.bursts, reading))
@@ -173,3 +176,8 @@ class Lane:
                     self._tell(request, result[0].tokens[known:])
             found += zip(requests, results, strict=True)
         return found
+
+
+def _repeat(step, count):
+    for _ in range(count):
+        step()

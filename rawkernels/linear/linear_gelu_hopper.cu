@@ -1,9 +1,9 @@
 // GELU after a linear layer, for Hopper, fused into the layer's product and into the product of its gradient.
-// Forward: y = gelu(x weight^T + bias), and its slopes, one byte each. Gradient: dz = (dy weight) slopes, and with SUMS the
+// Forward: y = gelu(x weight^T + bias), and with SLOPES its slopes, one byte each. Gradient: dz = (dy weight) slopes, and with SUMS the
 // first stage of its column sums, of dz as it is stored: each warp's rows of a tile. column_sum.cu adds them, in order.
 // Constants: scalar = f16, bf16; GRADIENT = false; EXACT = false, true (GELU by tanh, by erf); BIAS = false, true;
-//   SUMS = false; HELD = 0, 6
-// Constants: scalar = f16, bf16; GRADIENT = true; EXACT = false; BIAS = false; SUMS = false, true; HELD = 0, 6
+//   SUMS = false; HELD = 0, 6; SLOPES = false, true
+// Constants: scalar = f16, bf16; GRADIENT = true; EXACT = false; BIAS = false; SUMS = false, true; HELD = 0, 6; SLOPES = true
 // Launch:    grid = (min(tiles, SMs),), if HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
 //            if HELD depth <= 64 * HELD
 //            dependent: linear_gelu
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const __grid_constant__ TensorMap a_map,       // x or dy: (rows, depth); boxes of 128 rows
     const __grid_constant__ TensorMap weight_map,  // (columns, depth), boxes of 128 rows; gradient (depth, columns), of 64
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
-    unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128; code blocks row by row
+    unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128, block of codes by block; without SLOPES null
     const u32* bias,                               // (columns,) of BIAS, in pairs; else null
     const __grid_constant__ Problem problem,
     float* __restrict__ sums) {                    // (4 * ceil(rows / 128), columns) of SUMS; else null
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
                 }
                 stmatrix(chunk_address<64>(to, lane & 15, 4 * (c % 2) + 2 * i + (lane >> 4)), out);
             }
-            if constexpr (!GRADIENT) store_streaming(codes_at(j, c), {words[0][0], words[0][1], words[1][0], words[1][1]});
+            if constexpr (!GRADIENT && SLOPES) store_streaming(codes_at(j, c), {words[0][0], words[0][1], words[1][0], words[1][1]});
             if (c % 2 == 1) {
                 fence_async_proxy();
                 __syncwarp();

@@ -319,6 +319,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "weight_gradients": lambda x, y, *_: weight_gradients_of(x, y),
     "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
     "linear, gelu": lambda x, y, *_: gelu_hopper.forward(x, y),
+    "linear, gelu alone": lambda x, y, *_: gelu_hopper.forward(x, y, slopes=False)[0],
     "linear, gelu, gradient of a product": lambda x, y, *_: gelu_hopper.backward(
         PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
     ),

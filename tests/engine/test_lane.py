@@ -206,7 +206,8 @@ def test_a_full_batch_costs_no_launches_beyond_its_steps(translator):
     search.progress = None  # would be called for a look
     add(lane, [Request([5, 6], 18, owner=i) for i in range(4)])
     assert len(run(lane)) == 4
-    assert [name for name, *_ in calls.calls] == ["begin"] + 18 * ["step"]
+    assert [name for name, *_ in calls.calls] == ["begin"] + 6 * ["steps"]
+    assert calls.calls[1:] == 4 * [("steps", 4)] + 2 * [("steps", 1)]  # graphs of whole bursts
 
 
 def test_buckets_are_few(translator):

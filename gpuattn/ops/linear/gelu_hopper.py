@@ -30,7 +30,8 @@ FORMS = {"gelu": False, "gelu_exact": True}  # activation: the constant EXACT
 DEPTH = 64  # columns of x in one pipeline stage
 HELD = 6  # stages of a weight that can stay in shared memory: the constant HELD, or 0 for none
 MIN_BUSY = 0.95  # share of the multiprocessors that must have a column of tiles for HELD
-MIN_TILES, MIN_DEPTH, MAX_DEPTH = 1024, 384, 1600  # where it was measured faster than a library
+MIN_TILES = 1024  # where it was measured faster than a library; and inputs, with a gradient or not
+DEPTHS, DEPTHS_ALONE = (384, 1600), (768, 1024)
 SHARED_BYTES = {0: 198656, HELD: 231424}
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 32  # of a block of neighbouring codes
 MAX_SIDE = 2**31 - 2**10  # coordinates have 32 bits
@@ -66,31 +67,34 @@ def _layout_refusal(x, name):
 
 def _slower(x, weight, needs):
     """Return why the library's matmul is preferred, as measured, or None."""
-    if not any(needs):
-        return SlowerRefusal("no gradient is wanted: the library writes no slopes")
     tiles, depth = _across(len(x)) * _across(len(weight)), x.shape[1]
-    if tiles < MIN_TILES or not MIN_DEPTH <= depth <= MAX_DEPTH:
+    least, most = DEPTHS if any(needs) else DEPTHS_ALONE
+    if tiles < MIN_TILES or not least <= depth <= most:
         return SlowerRefusal(
             f"a result of {tiles} tiles of {TILE} x {TILE} and {depth} inputs; faster than the "
-            f"library from {MIN_TILES} tiles and for {MIN_DEPTH} to {MAX_DEPTH} inputs"
+            f"library from {MIN_TILES} tiles and for {least} to {most} inputs"
+            + ("" if any(needs) else " where no gradient is wanted")
         )
     return None
 
 
 def forward(
-    x: Array, weight: Array, bias: Array | None = None, activation: str = "gelu"
-) -> tuple[Array, Array]:
+    x: Array, weight: Array, bias: Array | None = None, activation: str = "gelu",
+    slopes: bool = True,
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Return (y, codes): gelu(x @ weight.T + bias), and its slopes as bytes.
 
     ``x``: (rows, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: one of
     FORMS. ``y``: (rows, out). All of one 16-bit float dtype.
-    ``codes``: (bytes,) uint8, in the order of the kernel, for whole tiles.
+    ``codes``: (bytes,) uint8, in the order of the kernel, for whole tiles; None without ``slopes``.
     """
     y = arrays.empty(x, (len(x), len(weight)))
-    codes = arrays.empty(x, (_across(len(x)) * _across(len(weight)) * TILE**2,), np.uint8)
+    codes = None
+    if slopes:
+        codes = arrays.empty(x, (_across(len(x)) * _across(len(weight)) * TILE**2,), np.uint8)
     if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 4):
         bias = bias.copy()
-    constants = {"EXACT": FORMS[activation], "BIAS": bias is not None}
+    constants = {"EXACT": FORMS[activation], "BIAS": bias is not None, "SLOPES": slopes}
     _launch(x, weight, y, codes, bias, None, GRADIENT=False, **constants)
     return y, codes
 
@@ -124,7 +128,7 @@ def backward_and_sums(matmul: PendingMatmul, codes: Array) -> tuple[Array, Array
 
 def _of_matmul(matmul, codes, sums=None):
     dz = arrays.empty(matmul.dz, (len(matmul.dz), matmul.weight.shape[1]))
-    constants = {"EXACT": False, "BIAS": False}
+    constants = {"EXACT": False, "BIAS": False, "SLOPES": True}
     _launch(matmul.dz, matmul.weight, dz, codes, None, sums, GRADIENT=True, **constants)
     return dz
 

@@ -83,7 +83,7 @@ def _backward_reference(saved, dy, *, needs, into, activation):
 
 
 def _forward_hopper(x, weight, bias, *, needs, activation):
-    y, codes = gelu_hopper.forward(as_rows(x), weight, bias, activation)
+    y, codes = gelu_hopper.forward(as_rows(x), weight, bias, activation, slopes=any(needs))
     saved = gradients.save("codes", x, weight, needs, codes) if any(needs) else None
     return y.reshape(*x.shape[:-1], len(weight)), saved
 

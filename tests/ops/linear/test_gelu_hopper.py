@@ -70,6 +70,8 @@ def check(x, weight, bias, product, exact, dtype, activation, like):
     y, codes = gelu_hopper.forward(x, weight, bias, activation)
     value, slope = activate(rows @ matrix.T + (0 if bias is None else shift), activation, True)
     close(y, value, UNIT[dtype], 2e-6 * np.abs(rows) @ np.abs(matrix.T) + 1e-6)
+    alone, none = gelu_hopper.forward(x, weight, bias, activation, slopes=False)
+    assert none is None and to_cpu(alone).tobytes() == to_cpu(y).tobytes()
     slopes = slopes_of(codes, dtype, y.shape, like)
     rounding = UNIT["f16"] if dtype == "f16" else 0  # a byte's slope is exact in bfloat16
     assert np.abs(slopes - slope).max() <= SLOPE_ERROR[dtype] + rounding + 1e-4
@@ -149,13 +151,13 @@ def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, held, g
     size = gelu_hopper.SHARED_BYTES[held]
     both = (False, True)
     forms = (
-        itertools.product((False,), (False,), both)
+        [(False, False, sums, True) for sums in both]
         if gradient
-        else [(*form, False) for form in itertools.product(both, repeat=2)]
+        else [(*form, False, slopes) for *form, slopes in itertools.product(both, repeat=3)]
     )
-    for exact, biased, sums in forms:
+    for exact, biased, sums, slopes in forms:
         constants = {"GRADIENT": gradient, "EXACT": exact, "BIAS": biased, "SUMS": sums}
-        constants["HELD"] = held
+        constants |= {"HELD": held, "SLOPES": slopes}
         check_hopper_compiles(gelu_hopper.FILE, size, **constants)
 
 
@@ -206,6 +208,7 @@ def layer(rows, depth, columns, dtype=BFLOAT16):
     (*layer(16384, 384, 1536), {"bias": True, "activation": "gelu_exact"}, "raw-hopper", None),
     (*layer(8192, 384, 1536), {"activation": "gelu_exact"}, "cublaslt", "768 tiles"),
     (*layer(16384, 384, 1536), {"wanted": False}, "cublaslt", "no gradient is wanted"),
+    (*layer(16384, 768, 1536), {"wanted": False}, "raw-hopper", None),
 ])  # fmt: skip
 def test_which_layers_select_it(x, weight, params, runs, says, recwarn):
     weight = Tensor(weight, requires_grad=params.pop("wanted", True))
