@@ -3,7 +3,7 @@
 import emulator
 import numpy as np
 import pytest
-from checks import sampled
+from checks import check_hopper_compiles, sampled
 from seen_rows import list_rows
 
 from gpuattn.arrays import BFLOAT16
@@ -36,6 +36,16 @@ def hide_unread(caches, counts, slots, table):
         cache[~read] = np.nan
 
 
+def page_table(rng, counts, pages):
+    """Return pages in any order, the first one shared if it is full, and page 0 behind the keys."""
+    rows = len(counts)
+    table = rng.permutation(np.arange(1, rows * pages + 1)).astype(np.int32).reshape(rows, pages)
+    if counts.min() > 64:
+        table[:, 0] = table[0, 0]
+    table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
+    return table
+
+
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("rows, beam, pages, heads, kv_heads, head_dim, dtype", sampled(CASES, 2))
 def test_step_attention(
@@ -56,10 +66,7 @@ def test_step_attention(
             own[:, count - 1] = np.arange(beam)
     else:
         shape = rows * pages + 1, 64
-        table = rng.permutation(np.arange(1, shape[0])).astype(np.int32).reshape(rows, pages)
-        if counts.min() > 64:
-            table[:, 0] = table[0, 0]
-        table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
+        table = page_table(rng, counts, pages)
     caches = [rng.standard_normal((*shape, kv_heads, head_dim)).astype(dtype) for _ in "kv"]
     hide_unread(caches, counts, slots, table)
     given = q, k, v, *caches, counts, slots, None, None, table
@@ -101,13 +108,9 @@ def test_pages_by_tma(rows, pages, heads, kv_heads, warps, dtype, settled, monke
     parts = rng.standard_normal((rows, 1, heads + 2 * kv_heads, 64)).astype(dtype)
     q, k, v = np.split(parts, [heads, heads + kv_heads], 2)
     counts = rng.integers(1, 64 * pages + 1, rows).astype(np.int32)
-    counts[0] = (64 * pages, 64 * pages - 15)[
-        settled
-    ]  # the new key is the last of a group, or first
-    table = rng.permutation(np.arange(1, rows * pages + 1)).astype(np.int32).reshape(rows, pages)
-    if counts.min() > 64:
-        table[:, 0] = table[0, 0]
-    table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
+    # the new key of the first text is the last one of a group of 16, or the first one
+    counts[0] = 64 * pages - (15 if settled else 0)
+    table = page_table(rng, counts, pages)
     shape = rows * pages + 1, 64, kv_heads, 64
     caches = [rng.standard_normal(shape).astype(dtype) for _ in "kv"]
     hide_unread(caches, counts, None, table)
@@ -120,6 +123,13 @@ def test_pages_by_tma(rows, pages, heads, kv_heads, warps, dtype, settled, monke
         results.append([np.asarray(x).tobytes() for x in (found, *own)])
     assert np.isfinite(np.asarray(found).astype(np.float32)).all()
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("settled", [0, 1])
+@pytest.mark.parametrize("warps", [2, 4, 8])
+def test_the_host_knows_the_memory_of_blocks_over_pages(nvrtc, warps, settled):
+    size = 1024 + warps * steps.RING + 256  # alignment, rings, the new key and value
+    check_hopper_compiles(steps.HOPPER_FILE, size, WARPS=warps, SETTLED=settled)
 
 
 def test_warps_over_pages():

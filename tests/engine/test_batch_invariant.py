@@ -153,7 +153,7 @@ def test_launches_of_one_shape(monkeypatch):
 
         def run(name, shape, step, shapes=shapes):
             slots = shape[0].results()[0].shape[:1]
-            # how many steps a graph holds changes no launch of theirs
+            # a graph of four steps has the launches of four graphs of one
             shapes.add((name, *slots, *(() if name == "steps" else shape[1:])))
             step()
 
